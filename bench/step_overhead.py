@@ -62,8 +62,6 @@ def bare_step(folder: Path, batch: Any, dtype: Any) -> Callable[[], float]:
     import torch
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     from common.config.schema import MoeConfig, ParallelConfig
     from learner.megatron.conversion import model as learner_model
@@ -82,33 +80,52 @@ def bare_step(folder: Path, batch: Any, dtype: Any) -> Callable[[], float]:
         ),
         [chunk],
     )  # fmt: skip
-    bounds = torch.tensor([0, *batch.document_lengths]).cumsum(0).int()
-    longest = max(batch.document_lengths)
+    return bare_loop(chunk, optimizer, [batch])
+
+
+def bare_loop(chunk: Any, optimizer: Any, batches: list[Any]) -> Callable[[], float]:
+    """Steps of Megatron's schedule on a wrapped model: its output layer, cross-entropy and optimizer.
+
+    `batches` are the microbatches of every step. The steps return the mean loss.
+    """
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    device = next(chunk.parameters()).device
+    run = get_forward_backward_func()
+    total = sum(len(batch.tokens) for batch in batches)
+    prepared = [
+        (
+            [x.to(device) for x in (batch.tokens, batch.positions, batch.targets, batch.loss_mask)],
+            torch.tensor([0, *batch.document_lengths]).cumsum(0).int().to(device),
+            max(batch.document_lengths),
+        )
+        for batch in batches
+    ]
 
     def forward(iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
+        (tokens, positions, targets, mask), bounds, longest = next(iterator)
         packed = PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
         )
-        tokens, positions, targets = batch.tokens[None], batch.positions[None], batch.targets[None]
-        losses = model(tokens, positions, None, labels=targets, packed_seq_params=packed)
+        losses = model(tokens[None], positions[None], None, labels=targets[None], packed_seq_params=packed)
 
         def loss(output: Any) -> tuple[Any, Any, Any]:
-            total = (output.squeeze(0) * batch.loss_mask).sum()
-            return total, batch.loss_mask.sum().int(), total.detach()
+            loss_sum = (output.squeeze(0) * mask).sum()
+            return loss_sum, mask.sum().int(), loss_sum.detach()
 
         return losses, loss
-
-    run = get_forward_backward_func()
 
     def step() -> float:
         chunk.zero_grad_buffer()
         optimizer.zero_grad()
         reports = run(
-            forward_step_func=forward, data_iterator=iter([None]), model=chunk, num_microbatches=1,
-            seq_length=len(batch.tokens), micro_batch_size=1, forward_only=False,
+            forward_step_func=forward, data_iterator=iter(prepared), model=chunk, num_microbatches=len(batches),
+            seq_length=len(batches[0].tokens), micro_batch_size=1, forward_only=False,
         )  # fmt: skip
         optimizer.step()
-        return float(reports[0]) / len(batch.tokens)
+        return float(sum(reports)) / total
 
     return step
 

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as run_torchrun
 
 from common.config.loading import load_either
@@ -21,6 +22,8 @@ from common.process.run_dir import RunDir
 from learner.loop.run_files import read_record
 from learner.rendezvous import ALONE, BACKEND, create_handler
 
+GRACE = "--shutdown-timeout"  # seconds from SIGTERM to SIGKILL for ranks that are still busy
+
 
 def main(words: Sequence[str]) -> int:
     """Start the ranks and wait for them; returns the exit code that a person expects."""
@@ -28,7 +31,7 @@ def main(words: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have logged what is wrong
     rendezvous_handler_registry.register(BACKEND, create_handler)
     try:
-        run_torchrun(["--rdzv-backend", BACKEND, "--rdzv-endpoint", ALONE, *words])
+        run_torchrun(["--rdzv-backend", BACKEND, "--rdzv-endpoint", ALONE, *with_grace(words)])
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else EXIT_FAILED
@@ -38,6 +41,15 @@ def main(words: Sequence[str]) -> int:
         ended_well = record is not None and record.state in ("drained", "done")
         return EXIT_DONE if ended_well else 128 + int(error.sigval)
     return EXIT_DONE
+
+
+def with_grace(words: Sequence[str]) -> Sequence[str]:
+    """`words` for the torch that is there: 2.11 has no GRACE and kills after 30 s, unless this default is changed."""
+    if GRACE not in words or any(GRACE in action.option_strings for action in get_args_parser()._actions):
+        return words
+    at = words.index(GRACE)
+    PContext.close.__defaults__ = (None, int(words[at + 1]))  # death_sig, timeout
+    return [*words[:at], *words[at + 2 :]]
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_S = 2.0  # for the engine process, which has nothing worth saving
 WORKERS_END_S = 10.0  # for its workers, once they were killed
+LEAST_SHARE = 0.01  # so much of a GPU's memory must be free at the start
 MOST_PROFILED_STEPS = 500  # engine steps; a profile with more would take long to write
 PROFILE_LOOK_S = 0.5
 
@@ -244,6 +245,8 @@ class Engine:
                 arguments["attention_backend"] = "CPU_MLA"  # without latent attention nothing changes
         else:
             arguments["moe_backend"] = "triton"  # others reorder the experts when loaded: no updates in place, no proof
+            if engine.kv_cache_mib is not None:  # vLLM would still refuse to start with less than the share free
+                arguments["gpu_memory_utilization"] = LEAST_SHARE
         if self._profiles is not None:
             arguments["profiler_config"] = profiler_config(self._profiles)
         return arguments | engine.extra
@@ -274,6 +277,10 @@ def _prepare_environment(config: Config) -> bool:
     import torch
 
     if torch.cuda.is_available():
+        # FlashInfer's samplers give no log-probabilities, so none would be used. vLLM would import and compile it.
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        if config.model.dtype == "float32":
+            os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # attention would multiply with 10 bits of mantissa
         return False
     if config.rollout.engine.devices == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else executor 'uni' becomes 'mp', a third process

@@ -6,13 +6,16 @@ memory has no name in the file system, so the kernel frees it when its processes
 
 import os
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from common.weights.receive.receiver import Receiver
+from common.weights.wire import flat_buffer
 
 TOLD_BYTES = 4096  # size of rank 0's message to the others
+EVERY_CONTEXT = 1  # cudaHostRegisterPortable
 
 
 class EngineWorkers:
@@ -24,8 +27,12 @@ class EngineWorkers:
         self.rank = int(group.rank_in_group)
         self.size = int(group.world_size)
         self.buffers = SharedBuffers()
+        self._device = device
         self._mapped: tuple[int, torch.Tensor] | None = None  # inode and contents of the first worker's buffer
-        self.receiver = Receiver(device=device) if self.size == 1 else Receiver(allocate=self.buffers.allocate)
+        if self.size == 1:
+            self.receiver = Receiver(allocate=lambda size: pinned(flat_buffer.buffer(size), device), device=device)
+        else:
+            self.receiver = Receiver(allocate=lambda size: pinned(self.buffers.allocate(size), device))
 
     @property
     def receives(self) -> bool:
@@ -68,7 +75,7 @@ class EngineWorkers:
         inode = os.stat(path).st_ino if os.path.exists(path) else -1
         if self._mapped is None or self._mapped[0] != inode or len(self._mapped[1]) != total_bytes:
             self.forget()
-            self._mapped = inode, attach(path, total_bytes)
+            self._mapped = inode, pinned(attach(path, total_bytes), self._device)
         return self._mapped[1]
 
     def agree(self, error: Exception | None) -> None:
@@ -105,6 +112,23 @@ class SharedBuffers:
     def _forget(self, address: int, descriptor: int) -> None:
         self._paths.pop(address, None)
         os.close(descriptor)
+
+
+def pinned(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The host memory `flat` [n] uint8, page-locked for CUDA until it is freed: a flip copies it several times as fast.
+
+    Where the system does not allow that, it stays as it is.
+    """
+    if device.type == "cuda":
+        with torch.cuda.device(device):  # threads begin with the first device
+            runtime: Any = torch.cuda.cudart()
+            address = flat.data_ptr()
+            if runtime.cudaHostRegister(address, flat.numel(), EVERY_CONTEXT) == runtime.cudaError.success:
+                weakref.finalize(flat, runtime.cudaHostUnregister, address).atexit = False
+            else:
+                with suppress(RuntimeError):  # it reports the refusal, which a later call would report otherwise
+                    torch.zeros(1, device=device)
+    return flat
 
 
 def attach(path: str, total_bytes: int) -> torch.Tensor:

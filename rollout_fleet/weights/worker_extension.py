@@ -6,6 +6,7 @@ thread then reads the live parameters back as a proof. All are called through co
 """
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,16 +110,28 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
         flat = self._loaded
         self._loaded = None
         try:
-            if flat is None:
-                self.proof = Proof(incarnation, version, weight_proof.checksum(self.model, layout))
-            else:  # a shard that matches its part of the version proves the whole version's checksum
-                shards = get_tp_group()
-                dtype = self.model_config.dtype if self._rounds else None
-                weight_proof.check_shard(self.model, layout, flat, shards.rank_in_group, shards.world_size, dtype)
-                parts = weight_proof.part_checksums(flat, layout, self.workers.rank, self.workers.size)
-                self.proof = Proof(incarnation, version, parts=parts)
+            with aside(self.device):
+                self.proof = self._proof(incarnation, version, layout, flat)
         except Exception as error:  # whatever prevents the proof is the reason not to trust these weights
             self.proof = Proof(incarnation, version, error=f"{type(error).__name__}: {error}")
+
+    def _proof(self, incarnation: int, version: int, layout: Layout, flat: torch.Tensor | None) -> Proof:
+        if flat is None:
+            return Proof(incarnation, version, weight_proof.checksum(self.model, layout))
+        # A shard that matches its part of the version proves the whole version's checksum.
+        shards = get_tp_group()
+        dtype = self.model_config.dtype if self._rounds else None
+        weight_proof.check_shard(self.model, layout, flat, shards.rank_in_group, shards.world_size, dtype)
+        parts = weight_proof.part_checksums(flat, layout, self.workers.rank, self.workers.size)
+        return Proof(incarnation, version, parts=parts)
+
+
+def aside(device: torch.device) -> AbstractContextManager[object]:
+    """Within, this thread uses `device` in a stream of its own.
+
+    In the model's stream every copy of a parameter would wait for an engine step, and the next step for the copy.
+    """
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 class WorkerExtension:

@@ -1,8 +1,8 @@
 """The real vLLM engine, fed over the real weight plane, against Hugging Face in float32; and an agent that talks to it.
 
 One engine serves the whole file, then another one, which starts and schedules as on CUDA. Its platform does not force
-spawn, and it has vLLM's asynchronous scheduler with two batches in flight. With CUDA there is one, which has that, too.
-Tests run in order and the last one breaks the engine.
+spawn, and it has vLLM's asynchronous scheduler with two batches in flight. With CUDA both have that, and the second one
+has CUDA graphs. Tests run in order and the last one breaks the engine.
 """
 
 import asyncio
@@ -32,6 +32,7 @@ from tests.rigs.engines import (
     TOLERANCE,
     CudaScheduleEngine,
     EngineRig,
+    GraphEngine,
     RigEngine,
     exported,
     logprobs,
@@ -46,7 +47,7 @@ from tests.rigs.weight_processes import BufferTarget
 REQUESTS, TOKENS = 24, 400
 
 
-KINDS = {"": RigEngine} if CUDA else {"": RigEngine, "as on CUDA": CudaScheduleEngine}
+KINDS = {"": RigEngine, **({"CUDA graphs": GraphEngine} if CUDA else {"as on CUDA": CudaScheduleEngine})}
 
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)

@@ -41,6 +41,7 @@ from tests.rigs.waiting import LIMIT_S, until_async
 T = TypeVar("T")
 VOCABULARY = 100  # not a multiple of 64: vLLM pads the embedding
 END = 1
+BLOCK = 128  # tokens, which is vLLM's own choice on a CPU only
 TOLERANCE = 3e-5 * device.LOOSE  # log-probabilities in float32 differ by less
 SHAPE: dict[str, Any] = dict(
     vocab_size=VOCABULARY, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
@@ -84,7 +85,7 @@ def job(folder: Path) -> Config:
         tasks=TasksConfig(environment="none", dataset="none"),
         rollout=RolloutConfig(
             concurrency="auto",  # so that the engine says how full its cache is
-            engine=EngineConfig(max_model_len=512, max_num_seqs=64, kv_cache_mib=16, eager=True),
+            engine=EngineConfig(max_model_len=512, max_num_seqs=64, kv_cache_mib=16, eager=True, block_size=BLOCK),
         ),
         weights=WeightsConfig(bucket_mib=1),
     )
@@ -191,6 +192,14 @@ class CudaScheduleEngine(RigEngine):
     def _create(self) -> Any:
         with platform_as_on_cuda():
             return super()._create()
+
+
+class GraphEngine(RigEngine):
+    """The same, whose decoding is captured in CUDA graphs: they have the addresses of the parameters."""
+
+    def _arguments(self, on_cpu: bool) -> dict[str, Any]:
+        captured = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # nothing is compiled, which takes minutes
+        return {**super()._arguments(on_cpu), "enforce_eager": False, "compilation_config": captured}
 
 
 class EngineRig:

@@ -149,6 +149,21 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 0.
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol, msg=said)
 
 
+def again(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-4) -> None:
+    """`same` for what was computed twice: to the bit, but kernels of CUDA add in any order."""
+    same(found, expected, atol=atol * device.LOOSE if device.CUDA else 0.0)
+
+
+def approximately(figures: Any) -> Any:
+    """Equal to figures that were computed before, as in `again`."""
+    return pytest.approx(figures, rel=1e-4 * device.LOOSE, abs=1e-7) if device.CUDA else figures
+
+
+def tried(specs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those for which the ranks of SLIPSTREAM_TEST_RANKS suffice."""
+    return [spec for spec in specs if _ranks_of(spec) <= device.RANKS]
+
+
 def relative(found: Tensor, expected: Tensor) -> float:
     """The norm of the error in units of the expected norm, in float64; of one where nothing is expected."""
     norm = expected.double().norm().item()

@@ -8,6 +8,7 @@ ranks suffice.
 """
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -126,7 +127,10 @@ def computed(layouts: Iterable[Layout], fused: bool) -> tuple[Layout, ...]:
     return tuple(replace(x, dtype="bfloat16") if fused and x.config.context > 1 else x for x in layouts)
 
 
-LAYOUTS = computed((layout for layout in _ALL if layout.ranks <= device.RANKS), fused())
+# the only ones that are tried, by the names that they have on a CPU, with commas between; all if it is empty
+_NAMED = os.environ.get("SLIPSTREAM_TEST_LAYOUTS", "")
+_TRIED = (x for x in _ALL if x.ranks <= device.RANKS and (not _NAMED or x.name in _NAMED.split(",")))
+LAYOUTS = computed(_TRIED, fused())
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from tests.rigs import waiting
 from tests.rigs.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # variables of a process that runs this checkout
+PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+OURS = {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}  # variables of a process that runs this checkout
 PRELOAD = ["common.weights.receive.receiver", "common.weights.transports.groups", "common.weights.transports.relay"]
 SLIPSTREAM = [sys.executable, "-m", "launch.cli"]
 JOB_S = 4 * LIMIT_S  # for a whole job

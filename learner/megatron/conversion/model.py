@@ -5,6 +5,7 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ _FUSED_ONLY = (
     "gradient_accumulation_fusion", "masked_softmax_fusion", "moe_permute_fusion", "moe_router_fusion",
     "persist_layer_norm", "moe_shared_expert_overlap",
 )  # fmt: skip
+_APEX = "fused_weight_gradient_mlp_cuda"  # its kernel that adds products to the gradients
 
 
 @dataclass
@@ -189,6 +191,8 @@ def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig, reco
         for name in _FUSED_ONLY:
             if hasattr(provider, name):
                 setattr(provider, name, False)
+    elif find_spec(_APEX) is None:  # DeepSeek's bridge asks for it all the same
+        provider.gradient_accumulation_fusion = False
     spec = provider.transformer_layer_spec
     if isinstance(spec, functools.partial) and "use_transformer_engine" in spec.keywords:
         spec.keywords["use_transformer_engine"] = True  # layers.py may stand in for it

@@ -22,6 +22,9 @@ from tests.rigs.redis_servers import free_port
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory, model: Path) -> str:
+    """The weights of a run that is left alone; '' on CUDA, where they are compared with nothing."""
+    if CUDA:
+        return ""
     job = Job(tmp_path_factory.mktemp("unbroken") / "job", model)
     with job.served() as client:
         job.finish()

@@ -17,6 +17,7 @@ from learner.backend_protocol import Microbatch
 from learner.certificate.batch import given
 from learner.loss.losses import policy_loss
 from tests.rigs import forked_ranks, tiny_models
+from tests.rigs.device import LOOSE
 from tests.rigs.forked_ranks import Outcome, group, worst
 from tests.rigs.tiny_models import TEMPERATURE, microbatches, share
 
@@ -57,15 +58,17 @@ LOSSES = {
 }
 
 
-SPECS: list[dict[str, Any]] = [
-    {"name": "one"},
-    {"name": "dp2", "ranks": 2},
-    {"name": "tp2", "parallel": {"tensor": 2}},
-    {"name": "pp2", "parallel": {"pipeline": 2}},
-    {"name": "cp2", "parallel": {"context": 2}},
-    # a filler joins the last round
-    {"name": "vpp2", "parallel": {"pipeline": 2, "virtual_pipeline": 2}, "uneven": True},
-]
+SPECS = forked_ranks.tried(
+    [
+        {"name": "one"},
+        {"name": "dp2", "ranks": 2},
+        {"name": "tp2", "parallel": {"tensor": 2}},
+        {"name": "pp2", "parallel": {"pipeline": 2}},
+        {"name": "cp2", "parallel": {"context": 2}},
+        # a filler joins the last round
+        {"name": "vpp2", "parallel": {"pipeline": 2, "virtual_pipeline": 2}, "uneven": True},
+    ]
+)
 
 
 def job_reference(folder: Path, spec: dict[str, Any]) -> None:
@@ -164,18 +167,18 @@ def test_every_gradient_and_every_ranks_figures_are_those_of_the_global_batch(
     folder: Path, layout: str, loss: str
 ) -> None:
     found, reference = Outcome(folder / layout / loss), Outcome(folder / "reference" / loss)
-    assert worst(found.section("gradient"), reference.section("gradient")) < (1e-5, "")
+    assert worst(found.section("gradient"), reference.section("gradient")) < (1e-5 * LOOSE, "")
     expected: dict[str, Any] = reference.ranks[0]
     assert len(found.ranks) == (1 if layout == "one" else 2)
     for rank in found.ranks:
-        assert rank["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert rank["maxima"] == pytest.approx(expected["maxima"], rel=1e-5)
+        assert rank["loss"] == pytest.approx(expected["loss"], rel=1e-5 * LOOSE)
+        assert rank["maxima"] == pytest.approx(expected["maxima"], rel=1e-5 * LOOSE)
         assert rank["sums"].keys() == expected["sums"].keys()
         for name, wanted in expected["sums"].items():
             values, sums = (torch.tensor(x, dtype=torch.float64).reshape(-1) for x in (rank["sums"][name], wanted))
             edge = 2 if name == "ratio_bins" else 0  # a token at the edge of a bin
-            assert (values - sums).abs().sum() <= 1e-5 * sums.abs().sum() + edge, name
-            assert values.sum().item() == pytest.approx(sums.sum().item(), rel=1e-5)
+            assert (values - sums).abs().sum() <= 1e-5 * LOOSE * sums.abs().sum() + edge, name
+            assert values.sum().item() == pytest.approx(sums.sum().item(), rel=1e-5 * LOOSE)
 
 
 def test_the_losses_make_use_of_their_masks_and_bounds(folder: Path) -> None:

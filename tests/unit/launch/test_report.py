@@ -117,6 +117,15 @@ def test_report_works_while_the_first_step_is_the_only_one(run):
     assert json.loads((run.report / "summary.json").read_text())["run"]["steps"] == 1
 
 
+def test_every_picture_is_drawn_once_for_each_of_its_two_files(run, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn, draw = [], Figure.draw
+    monkeypatch.setattr(Figure, "draw", lambda figure, renderer: (drawn.append(figure), draw(figure, renderer)))
+    assert main(["report", str(run.path)]) == 0
+    assert len(drawn) == 2 * len(list(run.report.glob("*.png"))) == 6
+
+
 def test_metrics_without_steps_or_of_another_program_fail_with_the_reason(run, capsys):
     run.metrics.unlink()
     assert main(["report", str(run.path)]) == EXIT_FAILED

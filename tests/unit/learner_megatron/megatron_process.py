@@ -191,15 +191,17 @@ def test_with_cuda_a_rank_joins_over_nccl_on_its_own_device(cuda: list[str], mon
     assert cuda == ["set_device cuda:3"]
 
 
-@pytest.mark.parametrize("engine", [True, False])
-def test_with_cuda_weights_are_made_there_and_kernels_are_fused_only_by_transformer_engine(
-    cuda: list[str], monkeypatch: pytest.MonkeyPatch, engine: bool
+@pytest.mark.parametrize(("engine", "apex"), [(True, True), (True, False), (False, True)])
+def test_with_cuda_weights_are_made_there_and_kernels_are_fused_only_by_those_who_have_them(
+    cuda: list[str], monkeypatch: pytest.MonkeyPatch, engine: bool, apex: bool
 ) -> None:
+    """DeepSeek's bridge asks for Apex's, and without it Megatron could not build the output layer."""
     monkeypatch.setattr(compat, "find_spec", lambda name: object() if engine else None)
+    monkeypatch.setattr(model, "find_spec", lambda name: object() if apex else None)
     provider = SimpleNamespace(apply_rope_fusion=True, gradient_accumulation_fusion=True, transformer_layer_spec=None)
     model._configure(provider, torch.bfloat16, ParallelConfig(), "none")
     assert (provider.use_cpu_initialization, provider.bf16) == (False, True)
-    assert (provider.apply_rope_fusion, provider.gradient_accumulation_fusion) == (engine, engine)
+    assert (provider.apply_rope_fusion, provider.gradient_accumulation_fusion) == (engine, engine and apex)
 
 
 def test_with_cuda_a_checkpoint_has_the_devices_generator(cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """The engine on a GPU: it sets nothing that only a CPU needs, and a flip waits for the device."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,24 +12,29 @@ import torch
 from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
 from common.weights.wire import flat_buffer
 from common.weights.wire.layout import Layout
-from rollout_fleet.engine.engine import _prepare_environment
+from rollout_fleet.engine.engine import Engine, _prepare_environment
 from rollout_fleet.vllm_patches import worker_process
 from tests.rigs.refusals import refused
 
 CPU_ONLY = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE")
 
-UNSET = (*CPU_ONLY, "VLLM_WORKER_MULTIPROC_METHOD", "PYTORCH_NVML_BASED_CUDA_CHECK")
+PRECISION = "TRITON_F32_DEFAULT"
+SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
+UNSET = (*CPU_ONLY, SAMPLER, "VLLM_WORKER_MULTIPROC_METHOD", "PYTORCH_NVML_BASED_CUDA_CHECK")
+
+
+def job(dtype: str = "bfloat16", **engine: Any) -> Config:
+    return Config(
+        run=RunConfig(name="test", dir="run", steps=1),
+        model=ModelConfig(path="model", dtype=cast(Any, dtype)),
+        tasks=TasksConfig(environment="none", dataset="none"),
+        rollout=RolloutConfig(engine=EngineConfig(max_model_len=64, eager=True, **engine), threads=3),
+    )
 
 
 @pytest.mark.parametrize("cuda", [True, False])
 def test_what_a_cpu_needs_is_not_set_for_a_gpu(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
-    engine = EngineConfig(max_model_len=64, kv_cache_mib=16, eager=True)
-    config = Config(
-        run=RunConfig(name="test", dir="run", steps=1),
-        model=ModelConfig(path="model"),
-        tasks=TasksConfig(environment="none", dataset="none"),
-        rollout=RolloutConfig(engine=engine, threads=3),
-    )
+    config = job(kv_cache_mib=16)
     environment = {name: value for name, value in os.environ.items() if name not in UNSET}
     monkeypatch.setattr(os, "environ", environment)
     asked: list[str | None] = []
@@ -40,8 +47,52 @@ def test_what_a_cpu_needs_is_not_set_for_a_gpu(monkeypatch: pytest.MonkeyPatch, 
     assert _prepare_environment(config) is not cuda
     assert environment["OMP_NUM_THREADS"] == "3" and environment["HF_HUB_OFFLINE"] == "1"
     assert [name in environment for name in CPU_ONLY] == [not cuda] * 3
+    assert environment.get(SAMPLER) == ("0" if cuda else None), "vLLM would compile it for nothing"
     assert asked == ["1"], "otherwise the question makes CUDA unusable in a forked child"
     assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", "ieee"), ("bfloat16", None)])
+def test_attention_in_float32_multiplies_as_float32(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, expected: str | None
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in (*UNSET, PRECISION)}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _prepare_environment(job(dtype))
+    assert environment.get(PRECISION) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cache", "on_cpu", "share"), [(16, False, 0.01), (None, False, 0.9), (16, True, 0.9)])
+def test_a_share_of_a_gpu_is_asked_for_only_where_it_decides_the_size_of_the_cache(
+    cache: int | None, on_cpu: bool, share: float
+) -> None:
+    engine = Engine(job(kv_cache_mib=cache), stop_token_ids=[])
+    assert engine._arguments(on_cpu)["gpu_memory_utilization"] == share
+
+
+@pytest.mark.slow
+def test_on_a_gpu_the_proof_reads_in_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollout_fleet.weights import weight_proof
+    from rollout_fleet.weights.worker_extension import SlipstreamTransferEngine
+
+    done: list[str] = []
+
+    @contextmanager
+    def within(stream: str) -> Iterator[None]:
+        done.append(f"into {stream}")
+        yield
+        done.append(f"out of {stream}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"a stream of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(weight_proof, "checksum", lambda model, layout: done.append("read") or "sum")
+    engine = object.__new__(SlipstreamTransferEngine)
+    engine.device, engine.model, engine._loaded = torch.device("cuda", 1), None, None
+    engine._prove(1, 2, Layout.of([("w", "float32", (2,))]))
+    assert engine.proof == weight_proof.Proof(1, 2, "sum")
+    assert done == ["into a stream of cuda:1", "read", "out of a stream of cuda:1"]
 
 
 @pytest.mark.slow

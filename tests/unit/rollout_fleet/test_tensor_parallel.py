@@ -3,16 +3,18 @@
 import gc
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from common.weights.transports.groups import dist
-from rollout_fleet.weights.tensor_parallel import EngineWorkers, SharedBuffers, attach
+from rollout_fleet.weights.tensor_parallel import EngineWorkers, SharedBuffers, attach, pinned
 from tests.rigs import processes
 from tests.rigs.waiting import LIMIT_S
 
@@ -124,3 +126,49 @@ def test_a_buffer_that_is_gone_cannot_be_mapped_and_holds_no_descriptor() -> Non
     gc.collect()
     with pytest.raises(RuntimeError):
         attach(path, SIZE)
+
+
+class CudaRuntime:
+    """What torch.cuda.cudart() has of page-locking, on a machine that allows it or not."""
+
+    cudaError = SimpleNamespace(success=0)
+
+    def __init__(self, refuses: bool) -> None:
+        self.refuses, self.locked = refuses, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if not self.refuses:
+            self.locked[address] = size
+        return int(self.refuses)
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_on_a_gpu_staged_versions_are_page_locked_while_they_exist(
+    monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    runtime, device = CudaRuntime(refuses), torch.device("cuda", 1)
+    current: list[torch.device] = []
+    reported = Mock(side_effect=RuntimeError("CUDA error: operation not supported"))
+    monkeypatch.setattr(torch, "zeros", reported)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
+    alone = EngineWorkers(SimpleNamespace(rank_in_group=0, world_size=1), device)
+    first = EngineWorkers(SimpleNamespace(rank_in_group=0, world_size=2), device)
+    flats = [alone.receiver._allocate(SIZE), first.receiver._allocate(SIZE)]
+    other = pinned(attach(first.buffers.path(flats[1]), SIZE), device)
+    expected = {flat.data_ptr(): SIZE for flat in (*flats, other)}
+    assert runtime.locked == ({} if refuses else expected) and current == [device] * 3
+    assert reported.call_count == (3 if refuses else 0), "else a later call would report that"
+    del flats, other
+    gc.collect()
+    assert runtime.locked == {}
+
+
+def test_without_a_gpu_nothing_is_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("CUDA was asked"))
+    flat = torch.zeros(SIZE, dtype=torch.uint8)
+    assert pinned(flat, torch.device("cpu")) is flat

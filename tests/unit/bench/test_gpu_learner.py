@@ -1,0 +1,62 @@
+"""What bench/gpu_learner.py computes without a device: operations, layers that fit, and its rows."""
+
+from pathlib import Path
+
+import gpu_learner
+import pytest
+from gpu_learner import SCALES, jobs_of, largest, recomputes, with_mfu
+from random_qwen3 import Model, write_header
+
+from common.safetensors_header import headers
+from launch.plan.layout import count, hf_tensors
+
+H100 = 81559 * float(1 << 20)
+
+
+@pytest.mark.parametrize("shape", ["0.6B", "8B"])
+def test_operations_are_those_of_every_product(shape: str) -> None:
+    model = Model(shape, 3, 151936)
+    tensors = dict(hf_tensors(model.architecture))
+    matrices = {name: a * b for name, (a, *more) in tensors.items() for b in more}
+    if not model.architecture.tied:
+        matrices.pop("model.embed_tokens.weight")  # looked up, not multiplied
+    heads = model.architecture.attention.heads
+    pairs = sum(range(1, 9))  # tokens that each token of a document of 8 sees
+    attention = 3 * 2 * 2 * heads * 128 * pairs * 3  # forward and twice backward, two products, layers
+    assert model.flops(16, 8) == 6 * 16 * sum(matrices.values()) + 2 * attention
+
+
+def test_a_shape_gets_the_layers_that_the_plan_says_to_fit() -> None:
+    layers = {shape: largest(shape, SCALES["full"], H100).layers for shape in SCALES["full"].shapes}
+    assert layers == {"0.6B": 24, "4B": 24, "8B": 10}
+    assert largest("8B", SCALES["full"], 2 * H100).layers == 24
+
+
+def test_what_layers_keep_decides_on_recomputation() -> None:
+    jobs = [job for job in jobs_of(SCALES["full"], H100, 1, 1.0) if job.part == "train"]
+    first, four = (job for job in jobs[:2])
+    assert (first.labels["model"].shape, four.labels["model"].shape) == ("0.6B", "4B")
+    assert recomputes(four, H100, 1.0) == [{"recompute": "none"}, {"recompute": "full"}]
+    assert recomputes(four, H100, 2.0) == [{"recompute": "full"}]
+
+
+def test_the_folder_has_the_names_and_shapes_of_the_model_and_takes_no_space(tmp_path: Path) -> None:
+    model = Model("4B", 2, 151936)
+    write_header(tmp_path, model)
+    (file,) = tmp_path.iterdir()
+    ((_, begin, told),) = list(headers(tmp_path))
+    assert {name: tuple(each["shape"]) for name, each in told.items()} == dict(hf_tensors(model.architecture))
+    assert file.stat().st_size == begin + 2 * count(model.architecture)
+    assert file.stat().st_blocks * 512 < 1 << 20
+
+
+def test_a_row_says_its_mfu() -> None:
+    row = with_mfu({"ways": [{"model_tflops": 400.0, "s": 0.123456789}]}, 800.0, 1000.0)
+    assert row == {"ways": [{"model_tflops": 400.0, "s": 0.12346, "mfu": 0.5, "mfu_of_datasheet": 0.4}]}
+
+
+def test_the_name_and_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.accelerator", lambda: "NVIDIA H100 80GB HBM3, 81559 MiB")
+    assert gpu_learner.gpu() == ("NVIDIA H100 80GB HBM3", H100)
+    monkeypatch.setattr("harness.accelerator", lambda: "none")
+    assert gpu_learner.gpu() == ("", 0.0)
