@@ -5,10 +5,13 @@ device. The model is Qwen3-8B's shape in bfloat16 with random values. Parts, eac
 
 - copies, digests, ipc: rates of the device's and the host's own means, which bound everything below;
 - bare: torch.distributed's broadcast between the same processes, by backend, nodes and bytes of a bucket;
-- snapshots: how long a learner stands still while a version is copied;
+- export: how long a learner stands still while a version is exported from Megatron and copied; `snapshots` without
+  Megatron;
 - publish: the product's publisher and nodes, from `publish` until the last node has staged the version and runs it;
 - flips: loading a staged version, from host memory as it is, from the same memory pinned, and from the device, against
-  a bare copy of as many bytes; and the proof after it.
+  a bare copy of as many bytes; and the proof after it;
+- vllm: the same bytes by what vLLM's nccl and ipc transfers consist of (its packed_tensor.py). They load every piece
+  as it comes, and neither stage nor verify a version.
 
 A version takes `broadcast_s` from the announcement to the last node's Staged, and `gb_s` is its bytes over that.
 `over_bare` is the same time over that of a bare broadcast of as many bytes in the same buckets. Nodes load the version
@@ -23,13 +26,14 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gpu_weights_model as models
 import gpu_weights_roles as roles
 import harness
 
@@ -39,6 +43,7 @@ NODES = 2
 MIB = 1 << 20
 BUCKETS = (16, 64, 256)  # MiB
 ANSWER_S = 60.0  # for what has no limit of its own
+LATE_S = 10.0  # after the end of the time
 CHANGED = 0.02  # share of the elements that differ from version to version
 WARM_UP = {"host": 2, "device": 1}  # versions until all buffers are there
 TIMEOUT_S = 30.0  # weights.timeout_s
@@ -55,8 +60,10 @@ class Ask(NamedTuple):
 class Crew:
     """The processes; they start when they are needed. One that fails or is late costs all of them their lives."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, end: float) -> None:
+        """`end`: no answer is awaited for much longer, monotonic seconds."""
         self._count = count
+        self.end = end
         self._members: list[tuple[BaseProcess, Connection]] = []
 
     def ask(self, *asked: Ask, limit_s: float = ANSWER_S) -> list[Any]:
@@ -65,7 +72,7 @@ class Crew:
             self._members = [self._start(number) for number in range(self._count)]
         for one in asked:
             self._members[one.number][1].send((one.method, one.arguments))
-        end = time.monotonic() + limit_s
+        end = min(time.monotonic() + limit_s, self.end + LATE_S)
         try:
             return [self._answer(one, end) for one in asked]
         except BaseException:
@@ -102,17 +109,16 @@ class Crew:
 
 @dataclass
 class Parts:
-    """Runs parts one after another within `seconds`, and writes the result after each."""
+    """Runs parts one after another, until the crew's time is over, and writes the result after each."""
 
     args: harness.Options
     crew: Crew
     figures: harness.Figures
-    began: float  # monotonic seconds
 
     def run(self, name: str, work: Callable[[], Any], expected_s: float) -> None:
         """Put what `work` returns under `name`; a list is put behind what is there."""
         figures, began = self.figures, time.monotonic()
-        if began - self.began + expected_s > self.args.seconds:
+        if began + expected_s > self.crew.end:
             figures["not_reached"].append(name)
             return
         try:
@@ -150,16 +156,15 @@ class Way:
 class Bench:
     """The parts."""
 
-    def __init__(self, args: harness.Options) -> None:
-        self.crew, self.short = Crew(1 + NODES), args.short
-        found = self.crew.all("ready", limit_s=120.0)
-        self.device = found[0]
+    def __init__(self, end: float, short: bool) -> None:
+        self.crew = Crew(1 + NODES, end)
+        self.device, *_ = self.crew.all("ready", limit_s=120.0)
         self.cuda = self.device["name"] != "cpu"
-        self.divisor = 1 if self.cuda else 8
+        self.divisor = 8 if not self.cuda else 4 if short else 1
         self.bare: dict[tuple[str, int, int], float] = {}  # s a byte, by backend, nodes and bytes of a bucket
 
-    def shape(self, layers: int, tied: bool) -> roles.Specs:
-        return roles.specs(layers, tied, self.divisor)
+    def shape(self, layers: int, tied: bool) -> models.Specs:
+        return models.specs(layers, tied, self.divisor)
 
     def rates(self, method: str, size: int, **arguments: Any) -> dict[str, Any]:
         """GB/s by name of what the learner alone does with `size` bytes."""
@@ -189,6 +194,30 @@ class Bench:
             rows[-1] |= {"s": round(statistics.median(seconds), 4), "gb_s": rate(size, seconds)}
         return rows
 
+    def vllm_nccl(self, layers: int, tied: bool, rounds: int) -> list[dict[str, Any]]:
+        """The same bytes through what vLLM's nccl transfer sends and receives with, to one node."""
+        size, _ = self.crew.ask(*(Ask(n, "make", {"shape": self.shape(layers, tied)}) for n in (0, 1)))
+        told = {"port": free_port(), "world": 2, "rounds": rounds}
+        found = self.crew.ask(*(Ask(n, "packed", {**told, "rank": n}) for n in (0, 1)))
+        self.crew.all("clear")
+        seconds = [max(one) for one in zip(*found, strict=True)]
+        return [{"way": "nccl", "bytes": size, "s": rounded({"s": seconds})["s"], "gb_s": rate(size, seconds)}]
+
+    def vllm_ipc(self, layers: int, tied: bool, rounds: int) -> list[dict[str, Any]]:
+        """The same through its ipc transfer: with a buffer, which must have room for any tensor, and without one."""
+        size, _ = self.crew.ask(*(Ask(n, "make", {"shape": self.shape(layers, tied)}) for n in (0, 1)))
+        rows: list[dict[str, Any]] = []
+        for way, buffer in {"ipc, packed": 2048 * MIB, "ipc": 0}.items():
+            seconds = [harness.timed(lambda b=buffer: self._pieces(b))[1] for _ in range(rounds + 1)][1:]
+            rows.append({"way": way, "bytes": size, "s": rounded({"s": seconds})["s"], "gb_s": rate(size, seconds)})
+        self.crew.all("clear")
+        return rows
+
+    def _pieces(self, buffer_bytes: int) -> None:
+        self.crew.ask(Ask(0, "give", {"buffer_bytes": buffer_bytes}))
+        while (piece := self.crew.ask(Ask(0, "next_piece"))[0]) is not None:
+            self.crew.ask(Ask(1, "load", {"piece": piece}))
+
     def snapshots(self, layers: int, tied: bool, rounds: int) -> dict[str, Any]:
         (size,) = self.crew.ask(Ask(0, "make", {"shape": self.shape(layers, tied)}))
         (found,) = self.crew.ask(Ask(0, "snapshots", {"rounds": rounds}), limit_s=90.0)
@@ -198,7 +227,7 @@ class Bench:
     def export(self, layers: int, tied: bool, rounds: int) -> dict[str, Any]:
         """As `snapshots`, of what the learner exports from Megatron."""
         with tempfile.TemporaryDirectory() as folder:
-            roles.write_folder(Path(folder), layers, tied, self.divisor)
+            models.write_folder(Path(folder), layers, tied, self.divisor)
             (found,) = self.crew.ask(Ask(0, "export", {"folder": folder, "rounds": rounds}), limit_s=90.0)
         self.crew.all("clear")
         return {"bytes": found.pop("bytes"), "s": rounded(found)}
@@ -255,24 +284,52 @@ def free_port() -> int:
         return bound.getsockname()[1]
 
 
-def ways(short: bool, cuda: bool) -> list[tuple[Way, float]]:
-    """The ways of `publish`, the most important first, and the seconds that each should take."""
-    small = {"layers": 1 if short else 2, "tied": True}
-    host = [
-        (Way("gloo", 1, **small, loads=True), 12.0), (Way("relay", 1, **small), 10.0),
-        (Way("gloo", 1, **small, encoding="delta"), 14.0), (Way("gloo", 2, **small), 12.0),
-        (Way("relay", 2, **small), 12.0),
-    ]  # fmt: skip
-    if not cuda:
-        return host
-    whole = Way("nccl", 1, layers=36, bucket_mib=256, buffers="device")
-    if short:
-        return [(Way("nccl", 1, **small, buffers="device", loads=True), 5.0), host[0]]
-    nccl = [(whole, 25.0)]
-    there: dict[str, Any] = {**small, "buffers": "device"}
-    nccl += [(Way("nccl", 1, **there, bucket_mib=64, loads=True), 4.0), (Way("nccl", 2, **there, bucket_mib=256), 4.0)]
-    nccl += [(Way("nccl", 1, **small, bucket_mib=64), 8.0)]
-    return [*nccl, *host, *((Way("nccl", 1, **there, bucket_mib=b), 4.0) for b in (16, 256))]
+def plan(bench: Bench, short: bool) -> Iterator[tuple[str, float, Callable[[], Any]]]:
+    """Parts in the order in which they matter: name, the seconds that one should take, and its work."""
+    cuda, rounds = bench.cuda, 1 if short else 3
+    some = 64 * MIB if not cuda else 256 * MIB if short else 1024 * MIB
+    buckets = [*BUCKETS[1:2]] if short else [*BUCKETS]
+    sizes = {"size": some, "rounds": rounds}
+    small = {"layers": 1, "tied": True}
+    whole = (1, True) if short else (36, False)
+    middle = (1, True) if short else (8, True)
+    there: dict[str, Any] = {**small, "transport": "nccl", "buffers": "device"}
+
+    def bare(backend: str, nodes: int, *cells: tuple[int, int]) -> tuple[str, float, Callable[[], Any]]:
+        return "bare", 2.0 if short else 4.0, lambda: bench.plain(backend, nodes, [*cells], rounds)
+
+    def publish(expected_s: float, **way: Any) -> tuple[str, float, Callable[[], Any]]:
+        return "publish", expected_s, lambda: bench.publish(Way(**{"nodes": 1, **small, **way}))
+
+    if cuda:
+        yield bare("nccl", 1, *((some, b) for b in buckets[:-1]), (4 * some, buckets[-1]))
+        if not short:
+            yield publish(25.0, transport="nccl", layers=36, tied=False, bucket_mib=256, buffers="device")
+        yield publish(4.0, **there, loads=True)
+    yield bare("gloo", 1, (some, 64))
+    yield publish(7.0, transport="gloo", loads=True)
+    yield "copies", 4.0, lambda: bench.rates("copies", buckets=[b * MIB for b in buckets], **sizes)
+    yield "digests", 3.0, lambda: bench.rates("digests", **sizes)
+    if cuda:
+        yield "ipc", 1.0, lambda: bench.ipc(some, rounds)
+    yield "flips", 3.0 if short else 16.0, lambda: bench.flips(*whole, min(rounds, 2))
+    if cuda:
+        yield "vllm", 3.0, lambda: bench.vllm_ipc(*whole, rounds)
+        yield "vllm", 4.0, lambda: bench.vllm_nccl(*middle, 1)
+        yield publish(5.0, transport="nccl")
+    yield publish(6.0, transport="relay")
+    if cuda and not short:
+        yield bare("nccl", 2, (some, 64), (some, 256))
+        yield publish(4.0, **there, nodes=2, bucket_mib=256)
+    yield "export", 10.0 if short else 15.0, lambda: bench.export(*middle, rounds)
+    if short and cuda:
+        return
+    yield publish(8.0, transport="gloo", encoding="delta")
+    yield from (publish(3.0, **there, bucket_mib=b) for b in (16, 256) if cuda)
+    yield bare("gloo", 2, (some, 64))
+    yield publish(7.0, transport="gloo", nodes=2)
+    yield publish(7.0, transport="relay", nodes=2)
+    yield "snapshots", 3.0 if short else 30.0, lambda: bench.snapshots(*whole, 1)
 
 
 SHORT = {"action": "store_true", "help": "a few seconds of everything"}
@@ -280,35 +337,11 @@ SHORT = {"action": "store_true", "help": "a few seconds of everything"}
 
 @harness.script(short=SHORT, output="", seconds=100.0)
 def main(args: harness.Options) -> harness.Figures:
-    short, began = args.short, time.monotonic()
-    bench = Bench(args)
-    cuda, rounds = bench.cuda, 1 if short else 3
-    figures = {"rounds": rounds, "device": bench.device, "failed": [], "not_reached": [], "seconds": []}
-    parts = Parts(args, bench.crew, figures, began)
-    some = 64 * MIB if not cuda else 256 * MIB if short else 1024 * MIB
-    buckets = BUCKETS[1:2] if short else BUCKETS
-    backends = ("nccl", "gloo") if cuda else ("gloo",)
-    first, *others = ways(short, cuda)
-
-    def publish(way: Way, expected_s: float) -> None:
-        parts.run("publish", lambda: bench.publish(way), expected_s)
-
-    def bare(backend: str, nodes: int, cells: list[tuple[int, int]], expected_s: float = 4.0) -> None:
-        parts.run("bare", lambda: bench.plain(backend, nodes, cells, rounds), expected_s)
-
-    sizes, whole = {"size": some, "rounds": rounds}, (1, True) if short else (36, False)
-    bare(backends[0], 1, [*((some, b) for b in buckets[:-1]), (4 * some, buckets[-1])], 2.0 if short else 8.0)
-    publish(*first)
-    parts.run("copies", lambda: bench.rates("copies", buckets=[b * MIB for b in buckets], **sizes), 6.0)
-    parts.run("digests", lambda: bench.rates("digests", **sizes), 4.0)
-    if cuda:
-        parts.run("ipc", lambda: bench.ipc(some, rounds), 2.0)
-    parts.run("flips", lambda: bench.flips(*whole, min(rounds, 2)), 3.0 if short else 20.0)
-    parts.run("export", lambda: bench.export(1 if short else 8, True, rounds), 8.0 if short else 15.0)
-    for nodes, backend in [(nodes, backend) for nodes in (1, 2) for backend in backends if not short][1:]:
-        bare(backend, nodes, [(some, bucket) for bucket in ((64, 256) if backend == "nccl" else (64,))])
-    for way, expected_s in others:
-        publish(way, expected_s)
-    parts.run("snapshots", lambda: bench.snapshots(*whole, 1), 3.0 if short else 40.0)
+    began = time.monotonic()
+    bench = Bench(began + args.seconds, args.short)
+    figures = {"rounds": 1 if args.short else 3, "device": bench.device, "failed": [], "not_reached": [], "seconds": []}
+    parts = Parts(args, bench.crew, figures)
+    for name, expected_s, work in plan(bench, args.short):
+        parts.run(name, work, expected_s)
     bench.crew.close()
     return figures

@@ -6,23 +6,27 @@ device is the CPU.
 
 import asyncio
 import gc
-import json
+import importlib.util
 import os
+import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import xxhash
 from blake3 import blake3
+from gpu_weights_model import Model, Specs
 from torch.multiprocessing.reductions import reduce_tensor
 
 from common.config.schema import MoeConfig, ParallelConfig, WeightsConfig
@@ -30,7 +34,7 @@ from common.weights.receive.contract import Flip, Watch
 from common.weights.receive.weight_client import WeightClient
 from common.weights.source.publisher import WeightPublisher
 from common.weights.source.snapshot import SnapshotMaker
-from common.weights.transports.groups import receivable
+from common.weights.transports.groups import dist, receivable
 from common.weights.transports.nccl import remember_device
 from common.weights.wire import flat_buffer
 from common.weights.wire.failures import ProofFailed
@@ -43,50 +47,7 @@ from tests.rigs.weight_processes import BufferTarget
 
 GROUP_S = 60.0  # that members of a plain group may take to meet
 ALONE = SimpleNamespace(rank_in_group=0, world_size=1)  # vLLM's group of an engine with one worker
-HEAD = 128  # Qwen3-8B from here on; its other sizes are multiples of this one
-ROWS = {"embed": 151936, "q_proj": 4096, "k_proj": 1024, "v_proj": 1024, "hidden": 4096, "inter": 12288}
-Specs = list[tuple[str, tuple[int, ...]]]
 Rates = dict[str, float]
-
-
-def specs(layers: int, tied: bool, divisor: int = 1) -> Specs:
-    """Names and shapes of Qwen3-8B with so many layers; `tied`: no lm_head. `divisor` makes each size smaller."""
-    size = {name: rows // divisor for name, rows in ROWS.items()}
-    hidden, inter, q, kv = size["hidden"], size["inter"], size["q_proj"], size["k_proj"]
-    layer: Specs = [
-        ("self_attn.q_proj.weight", (q, hidden)), ("self_attn.k_proj.weight", (kv, hidden)),
-        ("self_attn.v_proj.weight", (kv, hidden)), ("self_attn.o_proj.weight", (hidden, q)),
-        ("self_attn.q_norm.weight", (HEAD,)), ("self_attn.k_norm.weight", (HEAD,)),
-        ("mlp.gate_proj.weight", (inter, hidden)), ("mlp.up_proj.weight", (inter, hidden)),
-        ("mlp.down_proj.weight", (hidden, inter)),
-        ("input_layernorm.weight", (hidden,)), ("post_attention_layernorm.weight", (hidden,)),
-    ]  # fmt: skip
-    found: Specs = [("model.embed_tokens.weight", (size["embed"], hidden))]
-    found += [(f"model.layers.{i}.{name}", shape) for i in range(layers) for name, shape in layer]
-    found.append(("model.norm.weight", (hidden,)))
-    return found if tied else [*found, ("lm_head.weight", (size["embed"], hidden))]
-
-
-class Model:
-    """Parameters by name, as far as a flip and its proof need them. It loads tensor by tensor, as vLLM's models do."""
-
-    def __init__(self, named: Specs, where: torch.device) -> None:
-        self.held = {name: torch.empty(shape, dtype=torch.bfloat16, device=where) for name, shape in named}
-        for tensor in self.held.values():
-            tensor.normal_(0.0, 0.02)
-
-    def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in named:
-            self.held[name].copy_(tensor)
-
-    def named_parameters(self, remove_duplicate: bool = True) -> Iterable[tuple[str, torch.Tensor]]:
-        return self.held.items()
-
-    def named_modules(self) -> tuple[()]:
-        return ()
-
-    def layout(self, kind: str) -> Layout:
-        return Layout.of([(name, "bfloat16", tuple(t.shape)) for name, t in self.held.items()], checksums=kind)
 
 
 class Role:
@@ -96,6 +57,8 @@ class Role:
         self.device = remember_device()
         self.model: Model | None = None
         self._lent: torch.Tensor | None = None
+        self._pieces: Iterator[Any] = iter(())
+        self._importer: Any = None
 
     def ready(self) -> dict[str, Any]:
         """The device: its name and its free memory, when this process has its context."""
@@ -113,7 +76,8 @@ class Role:
 
     def clear(self) -> None:
         """Let all memory go."""
-        self.model = self._lent = None
+        self.model = self._lent = self._importer = None
+        self._pieces = iter(())
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -131,12 +95,9 @@ class Role:
         self, backend: str, port: int, rank: int, world: int, cells: list[tuple[int, int]], rounds: int
     ) -> list[list[float]]:
         """The seconds of plain torch.distributed broadcasts, for each (bytes, bytes of a bucket) of `cells`."""
-        limit, where = timedelta(seconds=GROUP_S), self.device if backend == "nccl" else torch.device("cpu")
-        store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=limit)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-        try:
+        where = self.device if backend == "nccl" else torch.device("cpu")
+        with self._group(backend, port, rank, world) as meet:
             flat = torch.full((max(size for size, _ in cells),), int(rank == 0), dtype=torch.uint8, device=where)
-            met = torch.zeros(1, device=where)
             found: list[list[float]] = []
             for size, bucket in cells:
                 parts = flat[:size].split(bucket)
@@ -145,13 +106,24 @@ class Role:
                     for part in parts:
                         dist.broadcast(part, 0)
 
-                def meet() -> None:
-                    dist.all_reduce(met)
-                    self.wait()
-
                 found.append([self._after(meet, send) for _ in range(rounds + 1)][1:])
             assert flat[-1].item() == 1, "nothing arrived"
             return found
+
+    @contextmanager
+    def _group(self, backend: str, port: int, rank: int, world: int) -> Iterator[Callable[[], None]]:
+        """torch.distributed's default group of these processes; yields a function in which all members meet."""
+        limit, where = timedelta(seconds=GROUP_S), self.device if backend == "nccl" else torch.device("cpu")
+        store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+        met = torch.zeros(1, device=where)
+
+        def meet() -> None:
+            dist.all_reduce(met)
+            self.wait()
+
+        try:
+            yield meet
         finally:
             dist.destroy_process_group()
 
@@ -177,6 +149,47 @@ class Role:
         assert own[-1].item() == 7, "nothing arrived"
         return found
 
+    def packed(self, port: int, rank: int, world: int, rounds: int) -> list[float]:
+        """Seconds of a version through the functions of vLLM's nccl transfer; nodes load it as it comes."""
+        code, model = vllm_transfers(), self.model
+        assert model is not None
+        told = [(name, (list(tensor.shape), tensor.dtype)) for name, tensor in model.held.items()]
+        group = SimpleNamespace(broadcast=lambda tensor, src: dist.broadcast(tensor, src))
+
+        def send() -> None:
+            if rank == 0:
+                code.packed_nccl_broadcast_producer(iter(model.held.items()), group, 0, itemgetter(1))
+            else:
+                code.packed_nccl_broadcast_consumer(iter(told), group, 0, model.load_weights, device=self.device)
+
+        with self._group("nccl", port, rank, world) as meet:
+            return [self._after(meet, send) for _ in range(rounds + 1)][1:]
+
+    def give(self, buffer_bytes: int) -> None:
+        """Begin to send a version as vLLM's ipc transfer does, piece by piece; 0: each tensor as it is, in one go."""
+        assert self.model is not None
+        uuid, held = str(torch.cuda.get_device_properties(self.device).uuid), self.model.held.items()
+        if buffer_bytes:
+            self._pieces = vllm_transfers().packed_ipc_producer(iter(held), uuid, itemgetter(1), buffer_bytes)
+        else:
+            self._pieces = iter([[(name, reduce_tensor(tensor)) for name, tensor in held]])
+
+    def next_piece(self) -> Any:
+        """None at the end."""
+        piece = next(self._pieces, None)
+        return vars(piece) if hasattr(piece, "ipc_handle") else piece
+
+    def load(self, piece: Any) -> None:
+        """Load what `next_piece` of another process gave."""
+        assert self.model is not None
+        if isinstance(piece, dict):
+            self._importer = self._importer or vllm_transfers().PackedBufferImporter()
+            place = {"device_index": self.device.index, "importer": self._importer}
+            self.model.load_weights(vllm_transfers().packed_ipc_consumer(**piece, **place))
+        else:
+            self.model.load_weights((name, rebuild(*arguments)) for name, (rebuild, arguments) in piece)
+        self.wait()
+
     def copies(self, size: int, buckets: list[int], rounds: int) -> dict[str, list[float]]:
         """Seconds of copies between host and device, by direction, kind of host memory and bytes of a bucket."""
         there = torch.zeros(size, dtype=torch.uint8, device=self.device)
@@ -197,7 +210,8 @@ class Role:
     def digests(self, size: int, rounds: int) -> dict[str, list[float]]:
         """Seconds of the checksums of `size` bytes: one thread on the host, and those of the device."""
         host = flat_buffer.buffer(size).random_(0, 256)
-        there, data = host.to(self.device), memoryview(host.numpy())
+        held: Any = host.numpy()
+        there, data = host.to(self.device), memoryview(held)
         found = {
             "xxh3-128": self.timed(lambda: xxhash.xxh3_128_digest(data), rounds),
             "blake3": self.timed(lambda: blake3(data).digest(), rounds),
@@ -396,29 +410,33 @@ class Node(Role):
         torch.set_num_threads(os.cpu_count() or 1)
         flat = flat_buffer.buffer(layout.total_bytes).fill_(0)  # its pages are there, as after the first version
         torch.set_num_threads(1)
-        found["host, pageable"] = self._loads(flat, layout, buckets[-1:], rounds)
+        found["host, pageable"] = self._loads(flat, layout, buckets[1:2], 1, warm_up=0)
         found["proof of host buffers"] = self._proof(layout)
         if self.device.type != "cuda":
             return found
         began = time.perf_counter()
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
+        runtime: Any = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
         found["register_s"] = time.perf_counter() - began
         found["host, registered"] = self._loads(flat, layout, buckets, rounds)
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(flat.data_ptr()))
+        torch.cuda.check_error(runtime.cudaHostUnregister(flat.data_ptr()))
         del flat
         staged = flat_buffer.buffer(layout.total_bytes, self.device)
-        found["device"] = self._loads(staged, layout, buckets[-1:], rounds)
+        found["device"] = self._loads(staged, layout, buckets[1:2], rounds)
         found["proof of device buffers"] = self._proof(self.model.layout(WORDS))
         return found
 
     def _proof(self, layout: Layout) -> dict[str, list[float]]:
         return {"proof": self.timed(lambda: weight_proof.checksum(self.model, layout), 1, warm_up=0)}
 
-    def _loads(self, flat: torch.Tensor, layout: Layout, buckets: list[int], rounds: int) -> dict[str, list[float]]:
+    def _loads(
+        self, flat: torch.Tensor, layout: Layout, buckets: list[int], rounds: int, warm_up: int = 1
+    ) -> dict[str, list[float]]:
         """Seconds of the model's load from `flat`, and of copies to one buffer on the device."""
         model = self.model
         assert model is not None
-        found = {"load": self.timed(lambda: model.load_weights(flat_buffer.view(flat, layout)), rounds)}
+        load = lambda: model.load_weights(flat_buffer.view(flat, layout))  # noqa: E731
+        found = {"load": self.timed(load, rounds, warm_up)}
         for bucket in buckets:
             there = torch.empty(bucket, dtype=torch.uint8, device=self.device)
 
@@ -426,8 +444,22 @@ class Node(Role):
                 for part in parts:
                     there[: part.numel()].copy_(part, non_blocking=True)
 
-            found[f"bare, {bucket >> 20} MiB"] = self.timed(bare, rounds)
+            found[f"bare, {bucket >> 20} MiB"] = self.timed(bare, rounds, warm_up)
         return found
+
+
+@cache
+def vllm_transfers() -> Any:
+    """vLLM's packed_tensor.py, with which its nccl and ipc transfers send and receive. It imports only torch."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        raise RuntimeError("vLLM is not installed")
+    path = Path(found.submodule_search_locations[0]) / "distributed" / "weight_transfer" / "packed_tensor.py"
+    spec = importlib.util.spec_from_file_location("packed_tensor", path)
+    assert spec is not None and spec.loader is not None
+    code = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(code)
+    return code
 
 
 def serve(number: int, pipe: Connection) -> None:
@@ -440,19 +472,3 @@ def serve(number: int, pipe: Connection) -> None:
             pipe.send(("", getattr(role, name)(**arguments)))
         except Exception:
             pipe.send((traceback.format_exc(limit=-4), None))
-
-
-def write_folder(folder: Path, layers: int, tied: bool, divisor: int) -> None:
-    """A Hugging Face folder of the model of `specs` without values."""
-    from transformers import Qwen3Config
-
-    heads = {name: ROWS[name] // divisor // HEAD for name in ("q_proj", "k_proj")}
-    config = Qwen3Config(
-        architectures=["Qwen3ForCausalLM"], vocab_size=ROWS["embed"] // divisor, hidden_size=ROWS["hidden"] // divisor,
-        intermediate_size=ROWS["inter"] // divisor, num_hidden_layers=layers, head_dim=HEAD, tie_word_embeddings=tied,
-        num_attention_heads=heads["q_proj"], num_key_value_heads=heads["k_proj"], dtype="bfloat16",
-    )  # fmt: skip
-    config.save_pretrained(folder)
-    where = {name: "model.safetensors" for name, _ in specs(layers, tied, divisor)}
-    index = {"metadata": {}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -6,16 +6,15 @@ memory has no name in the file system, so the kernel frees it when its processes
 
 import os
 import weakref
-from contextlib import suppress
 from typing import Any
 
 import torch
 
 from common.weights.receive.receiver import Receiver
 from common.weights.wire import flat_buffer
+from common.weights.wire.flat_buffer import pinned
 
 TOLD_BYTES = 4096  # size of rank 0's message to the others
-EVERY_CONTEXT = 1  # cudaHostRegisterPortable
 
 
 class EngineWorkers:
@@ -112,23 +111,6 @@ class SharedBuffers:
     def _forget(self, address: int, descriptor: int) -> None:
         self._paths.pop(address, None)
         os.close(descriptor)
-
-
-def pinned(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The host memory `flat` [n] uint8, page-locked for CUDA until it is freed: a flip copies it several times as fast.
-
-    Where the system does not allow that, it stays as it is.
-    """
-    if device.type == "cuda":
-        with torch.cuda.device(device):  # threads begin with the first device
-            runtime: Any = torch.cuda.cudart()
-            address = flat.data_ptr()
-            if runtime.cudaHostRegister(address, flat.numel(), EVERY_CONTEXT) == runtime.cudaError.success:
-                weakref.finalize(flat, runtime.cudaHostUnregister, address).atexit = False
-            else:
-                with suppress(RuntimeError):  # it reports the refusal, which a later call would report otherwise
-                    torch.zeros(1, device=device)
-    return flat
 
 
 def attach(path: str, total_bytes: int) -> torch.Tensor:

@@ -6,7 +6,6 @@ thread then reads the live parameters back as a proof. All are called through co
 """
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
 from vllm.distributed.weight_transfer import base
 
-from common.weights.transports.nccl import remember_device
+from common.weights.transports.nccl import own_stream, remember_device
 from common.weights.wire import flat_buffer, messages
 from common.weights.wire.layout import Layout
 from rollout_fleet.vllm_patches import worker_process
@@ -110,7 +109,8 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
         flat = self._loaded
         self._loaded = None
         try:
-            with aside(self.device):
+            # In the model's stream every copy of a parameter would wait for an engine step, and the next step for it.
+            with own_stream(self.device, "prove"):
                 self.proof = self._proof(incarnation, version, layout, flat)
         except Exception as error:  # whatever prevents the proof is the reason not to trust these weights
             self.proof = Proof(incarnation, version, error=f"{type(error).__name__}: {error}")
@@ -124,14 +124,6 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
         weight_proof.check_shard(self.model, layout, flat, shards.rank_in_group, shards.world_size, dtype)
         parts = weight_proof.part_checksums(flat, layout, self.workers.rank, self.workers.size)
         return Proof(incarnation, version, parts=parts)
-
-
-def aside(device: torch.device) -> AbstractContextManager[object]:
-    """Within, this thread uses `device` in a stream of its own.
-
-    In the model's stream every copy of a parameter would wait for an engine step, and the next step for the copy.
-    """
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 class WorkerExtension:

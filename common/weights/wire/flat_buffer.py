@@ -39,7 +39,8 @@ def pinned(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if device.type == "cuda":
         with torch.cuda.device(device):  # threads begin with the first device
-            runtime: Any = torch.cuda.cudart()
+            cudart: Any = torch.cuda.cudart
+            runtime = cudart()
             address = flat.data_ptr()
             if runtime.cudaHostRegister(address, flat.numel(), EVERY_CONTEXT) == runtime.cudaError.success:
                 weakref.finalize(flat, runtime.cudaHostUnregister, address).atexit = False
@@ -168,8 +169,8 @@ class WordSums:
 
     def hexdigest(self) -> str:
         """32 digits; waits for the device."""
-        sums = [0] * len(LANES) if self._sums is None else self._sums.tolist()
-        return "".join(f"{one % (1 << 64):016x}" for one in sums)
+        sums: Any = torch.zeros(len(LANES)) if self._sums is None else self._sums
+        return "".join(f"{int(one) % (1 << 64):016x}" for one in sums.cpu())
 
 
 @cache

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from common.weights.transports.groups import dist
-from rollout_fleet.weights.tensor_parallel import EngineWorkers, SharedBuffers, attach, pinned
+from common.weights.wire.flat_buffer import pinned
+from rollout_fleet.weights.tensor_parallel import EngineWorkers, SharedBuffers, attach
 from tests.rigs import processes
 from tests.rigs.waiting import LIMIT_S
 

@@ -162,7 +162,7 @@ def test_a_buffer_takes_no_memory_before_it_is_written() -> None:
 def test_on_a_gpu_the_buffers_of_versions_are_page_locked_while_they_exist(
     allowed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    locked, asked = dict[int, int](), list[torch.device]()
+    locked, asked = dict[int, int](), list[object]()
 
     def register(address: int, size: int, flags: int) -> int:
         locked.update({address: size} if allowed else {})
