@@ -11,6 +11,7 @@ Figures per flip are the pause that the node measures, the seconds between two v
 missing against the windows without. The floor of a pause is a bare copy of as many bytes from pinned memory to the
 device.
 `--short` is a smaller model for a few seconds; without a GPU it runs on the CPU, eager and with plain scheduling.
+`--kinds "graphs async fp8"` has nodes that round their weights.
 `--graphs full` leaves vLLM's own choice, which compiles; `decode` captures decoding only and compiles nothing.
 """
 
@@ -95,15 +96,16 @@ class Flipping:
 
 
 def serving(kind: str, options: harness.Options, cuda: bool) -> Serving:
-    """How the engines of `kind`, one of KINDS, compute."""
-    graphs, scheduling = kind.split()
+    """How the engines of `kind` compute: one of KINDS, and `fp8` where nodes round their weights."""
+    graphs, scheduling, *rounded = kind.split()
     extra: dict[str, Any] = {"async_scheduling": scheduling == "async"}
     if options.attention:
         extra["attention_backend"] = options.attention
     if graphs == "graphs" and options.graphs == "decode":
         extra["compilation_config"] = DECODE
     cache_mib = 256 if options.short else 9216
-    return Serving("bfloat16" if cuda else "float32", cache_mib, eager=graphs == "eager", extra=extra)
+    quantization = "fp8_per_channel" if rounded else None
+    return Serving("bfloat16" if cuda else "float32", cache_mib, graphs == "eager", quantization, extra)
 
 
 def started(kind: str, folder: Path, shape: Shape, options: harness.Options, cuda: bool) -> talk.Side:

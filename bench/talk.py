@@ -64,6 +64,7 @@ class Serving:
     dtype: str = "float32"
     kv_cache_mib: int = 512
     eager: bool = True
+    quantization: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)  # keyword arguments of vLLM's EngineArgs
 
 
