@@ -92,7 +92,7 @@ def items(machine: Machine) -> tuple[Item, ...]:
             env={RANKS: "1", PLAIN: "1"},
             cuda=True,
         ),
-        Item("checkpoint", "saved, killed with -9, resumed", killed, megatron),
+        Item("checkpoint", "saved, killed with -9, resumed", killed, megatron, limit_s=240),
         Item("weights", "weight transports and their faults", weights, ("torch",)),
         Item("engine", "vLLM: labels, flips, canary, read-back", flips, engine, "rollout"),
         Item(

@@ -35,6 +35,7 @@ from learner.backend_protocol import LossOutput, Microbatch
 from learner.certificate import rank as of_megatron
 from learner.certificate import reference as of_transformers
 from learner.certificate.batch import packs
+from tests.rigs.device import TF32
 
 VOCABULARY, TEMPERATURE, STEPS = 128, 0.7, 2
 # eps: with 1e-8 Adam makes whole steps of the rounding of gradients that are nearly zero
@@ -242,11 +243,12 @@ def adamw_steps(
 
 
 def check_update(before: dict[str, Tensor], found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Assert that trained weights differ by less than a hundredth of the update."""
+    """Assert that trained weights differ by less than a hundredth of the update; by ten of them after TF32."""
     assert expected
+    most = 0.1 if TF32 else 0.01
     for name, reference in expected.items():
         moved, error = ((reference - x).double().norm() for x in (before[name], found[name]))
-        assert error <= 1e-2 * moved, f"{name}: {error / moved:.1e} of the update"
+        assert error <= most * moved, f"{name}: {error / moved:.1e} of the update"
 
 
 # ---------------------------------------------------------------- Megatron

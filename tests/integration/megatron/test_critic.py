@@ -199,10 +199,10 @@ def job_refused(folder: Path, spec: dict[str, Any]) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return forked_ranks.run(
         tmp_path_factory,
-        group(job_models, [{"kinds": ["tied", "untied"]}]),
-        group(job_reference, [{"kind": "tied"}, {"kind": "untied"}]),
+        group(job_models, [{"kinds": ["tied", "untied"]}], shared=True),
+        group(job_reference, [{"kind": "tied"}, {"kind": "untied"}], shared=True),
         group(job_layout, [*LAYOUTS, BF16, ALONE], shared=True),
-        group(job_loaded, [{}]),
+        group(job_loaded, [{}], shared=True),
         group(job_layout, [FRESH, AGAIN], shared=True),
         group(job_save, SAVE),
         group(job_resume, SAME),  # in new processes, which have nothing but the checkpoint

@@ -257,12 +257,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     return forked_ranks.run(
         tmp_path_factory,
-        group(job_models, [{"kinds": sorted({kind for kind, _ in REFERENCES.values()})}]),
+        group(job_models, [{"kinds": sorted({kind for kind, _ in REFERENCES.values()})}], shared=True),
         group(job_layout, ALONE, shared=True),
         group(job_peft, [{"name": f"peft-{name}", "of": name} for name in REFERENCES], shared=True),
         group(job_layout, [*CUT, BF16, REFERRED], shared=True),
         group(job_save, [*SAVE, *DROPPED], shared=True),
-        group(job_whole, [{"name": "whole"}]),
+        group(job_whole, [{"name": "whole"}], shared=True),
         group(job_resume, SAME),  # in new processes, which have nothing but the checkpoint
         group(job_resume, OTHER, shared=True),
         group(job_refused, refused, shared=True),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from learner.backend_protocol import StepResult
 from tests.rigs import forked_ranks, tiny_models
-from tests.rigs.device import CUDA, LOOSE, RANKS
+from tests.rigs.device import CUDA, LOOSE, RANKS, TF32
 from tests.rigs.forked_ranks import Outcome, group, relative, same, worst
 from tests.rigs.layouts import LAYOUTS, MODELS, Layout, computed
 from tests.rigs.tiny_models import STEPS, TEMPERATURE, exported, microbatches, policy_loss
@@ -153,8 +153,13 @@ def outcome(folder: Path, layout: Layout) -> tuple[Outcome, Outcome]:
     return found_of(folder, layout.name), found_of(folder, f"reference/{layout.kind}")
 
 
+def exact(layout: Layout) -> bool:
+    """Whether errors are those of float32; TF32 sends some tokens to other experts, as bfloat16 does."""
+    return layout.dtype == "float32" and not (TF32 and layout.kind == "moe")
+
+
 def tolerance(layout: Layout) -> Tolerance:
-    return FLOAT32 if layout.dtype == "float32" else ROUTED if layout.kind == "moe" else BFLOAT16
+    return FLOAT32 if exact(layout) else ROUTED if layout.kind == "moe" else BFLOAT16
 
 
 def gradient_error(folder: Path, layout: Layout) -> float:
@@ -212,7 +217,7 @@ def test_every_rank_reports_the_loss_and_norm_of_the_global_batch(folder: Path, 
 @every
 def test_steps_equal_torch_adamw_with_clipping(folder: Path, layout: Layout) -> None:
     found, expected = outcome(folder, layout)
-    if layout.dtype == "float32":
+    if exact(layout):
         tiny_models.check_update(expected.section("weight"), found.section("trained"), expected.section("trained"))
     else:  # rounding moves a weight as far as the steps do
         assert worst(found.section("trained"), expected.section("trained")) < (0.01, "")
@@ -262,14 +267,14 @@ def test_data_parallel_ranks_have_the_gradient_of_one(folder: Path, kind: str) -
 
 
 def test_bfloat16_trains_close_to_float32(folder: Path, record_property: Record) -> None:
-    exact, rounded = found_of(folder, "tied-one"), found_of(folder, "bf16")
+    single, rounded = found_of(folder, "tied-one"), found_of(folder, "bf16")
     assert rounded.section("weight")["model.norm.weight"].dtype == torch.bfloat16
-    for (loss, norm, _), (loss16, norm16, _) in zip(exact.ranks[0]["steps"], rounded.ranks[0]["steps"], strict=True):
+    for (loss, norm, _), (loss16, norm16, _) in zip(single.ranks[0]["steps"], rounded.ranks[0]["steps"], strict=True):
         assert loss16 == pytest.approx(loss, abs=0.05)
         assert norm16 == pytest.approx(norm, rel=0.05)
     cosines = [
         torch.nn.functional.cosine_similarity(gradient.flatten(), rounded.section("gradient")[name].flatten(), dim=0)
-        for name, gradient in exact.section("gradient").items()
+        for name, gradient in single.section("gradient").items()
     ]
     assert min(cosines) > 0.98
     record_property("least cosine of a bfloat16 gradient", f"{min(cosines):.4f}")
@@ -297,7 +302,7 @@ def test_what_is_proven_is_written_down(folder: Path, record_property: Record) -
     file = Path(os.environ.get("SLIPSTREAM_LAYOUTS") or folder / "layouts.json")
     file.write_text(json.dumps(rows, indent=1) + "\n")
     record_property("layouts", len(rows))
-    exact = [error for layout, error in zip(LAYOUTS, errors, strict=True) if layout.dtype == "float32"]
+    precise = [error for layout, error in zip(LAYOUTS, errors, strict=True) if layout.dtype == "float32"]
     rounded = [gradient_error(folder, layout) for layout in TRIED if layout.dtype == "bfloat16"]
-    record_property("worst gradient error", f"{max(exact):.1e}")
+    record_property("worst gradient error", f"{max(precise):.1e}")
     record_property("worst gradient error in bfloat16", f"{max(rounded, default=0):.1e}")

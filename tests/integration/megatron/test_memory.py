@@ -17,6 +17,7 @@ from tests.rigs.tiny_models import TEMPERATURE, exported, figures, microbatches,
 
 HOW = ("none", "selective", "full")
 KINDS = ("optimizer", "gradients", "parameters")
+RESIDENT = {"name": "wide", "kind": "wide", "memory": {"offload_gradients": True}}
 ROUNDED = 0.02  # in bfloat16 on CUDA; what has lost its contents is far further away
 
 
@@ -123,12 +124,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layouts = [(f"{name}-{how}", how, RECOMPUTE[name]) for name in RECOMPUTED for how in HOW]
     return forked_ranks.run(
         tmp_path_factory,
-        group(tiny_models.job_models, [{"kinds": ["tied", "moe", "wide"]}]),
+        group(tiny_models.job_models, [{"kinds": ["tied", "moe", "wide"]}], shared=True),
         group(
             job_recompute, [{"name": name, "memory": {"recompute": how}, **more} for name, how, more in layouts], True
         ),
         group(job_offload, OFFLOAD, shared=True),
-        group(job_resident, [{"name": "wide", "kind": "wide", "memory": {"offload_gradients": True}}]),
+        *([] if CUDA else [group(job_resident, [RESIDENT])]),
     )
 
 

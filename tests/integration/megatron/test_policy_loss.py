@@ -155,9 +155,9 @@ def figures(out: Any) -> dict[str, Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return forked_ranks.run(
         tmp_path_factory,
-        group(job_reference, [{}]),
+        group(job_reference, [{}], shared=True),
         group(job_layout, SPECS, shared=True),
-        group(job_spoiled, [{"name": "spoiled"}]),
+        group(job_spoiled, [{"name": "spoiled"}], shared=True),
     )
 
 
