@@ -38,6 +38,7 @@ from common.process.lifecycle import die_with_parent
 
 DATASHEET_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # dense bfloat16
 JOB_S = 60.0  # limit of one job
+PLAIN_JOB_S = 10.0  # of a step of plain layers
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ def alone(job: Job, method: str, limit_s: float) -> harness.Figures:
         process.join()
 
 
-def parent_of(jobs: list[Job], plain: bool, memory: float, deadline: float, pipe: Connection) -> None:
-    """Imports the libraries once for all `jobs`, and runs each in a fork; sends (job, figures) of each."""
+def parent_of(plain: bool, pipe: Connection) -> None:
+    """Imports the libraries once for all jobs that come, and runs each in a fork; sends (job, figures) of each."""
     die_with_parent()
     os.environ.update(PYTORCH_NVML_BASED_CUDA_CHECK="1", TORCHINDUCTOR_COMPILE_THREADS="1", OMP_NUM_THREADS="1")
     os.environ.update(CUDA_DEVICE_ORDER="PCI_BUS_ID", TOKENIZERS_PARALLELISM="false")
@@ -109,6 +110,7 @@ def parent_of(jobs: list[Job], plain: bool, memory: float, deadline: float, pipe
     import learner.megatron.backend  # noqa: F401
 
     torch.set_num_threads(1)
+    jobs, memory, deadline = pipe.recv()
     method = "spawn" if "error" in alone(Job("probe", {}), "fork", JOB_S) else "fork"  # an import may have used CUDA
     kept = 1.0  # what layers keep, over the plan's activations
     for job in jobs:
@@ -133,20 +135,28 @@ def recomputes(job: Job, memory: float, kept: float) -> list[dict[str, str]]:
     return [{"recompute": kind} for kind in (("none", "full") if fits else ("full",))]
 
 
-def run_jobs(jobs: list[Job], plain: bool, memory: float, deadline: float) -> Iterator[tuple[Job, harness.Figures]]:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=parent_of, args=(jobs, plain, memory, deadline, theirs))
-    process.start()
-    theirs.close()
-    try:
-        while ours.poll(deadline - time.monotonic() + JOB_S) and (found := ours.recv()) is not None:
-            yield found
-    except EOFError:  # an import failed
-        process.join()
-        yield Job("imports", {}), {"error": f"the parent of the jobs ended with {process.exitcode}"}
-    process.kill()
-    process.join()
+class Parent:
+    """The process that imports the libraries, at once, and waits for its jobs."""
+
+    def __init__(self, plain: bool) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=parent_of, args=(plain, theirs))
+        self._process.start()
+        theirs.close()
+
+    def run(self, jobs: list[Job], memory: float, deadline: float) -> Iterator[tuple[Job, harness.Figures]]:
+        try:
+            self._pipe.send((jobs, memory, deadline))
+            while self._pipe.poll(deadline - time.monotonic() + JOB_S) and (found := self._pipe.recv()) is not None:
+                yield found
+        except (EOFError, OSError):  # an import failed
+            self._process.join(5)
+            yield Job("imports", {}), {"error": f"the parent of the jobs ended with {self._process.exitcode}"}
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
 
 
 # ---------------------------------------------------------------- all of them
@@ -167,10 +177,12 @@ def jobs_of(scale: Scale, memory: float, rounds: int, limit_s: float) -> list[Jo
     jobs = [Job("floor", {})]
     for tokens in scale.tokens:
         size = {"tokens": tokens, "document": scale.document}
-        for part in ("train", "hugging_face"):
-            jobs += [Job(part, {"model": model, **size, **timing}) for model in models.values()]
+        jobs += [Job("train", {"model": model, **size, **timing}) for model in models.values()]
         if tokens == scale.tokens[0]:
+            jobs += [Job("hugging_face", {"model": model, **size, **timing}) for model in models.values()]
             jobs += measured_once(scale, models[scale.large], size, timing)
+        else:
+            jobs.append(Job("hugging_face", {"model": models[scale.large], **size, **timing}))
     return jobs
 
 
@@ -228,23 +240,31 @@ def main(options: harness.Options) -> harness.Figures:
     name, memory = gpu()
     scale = SCALES["cpu" if not name else "short" if options.short else "full"]
     rounds, limit_s = (2, 1.0) if options.short else (options.rounds, 4.0)
-    deadline = time.monotonic() + (options.budget_s or (40.0 if options.short else 200.0))
+    deadline = time.monotonic() + (options.budget_s or (100.0 if options.short else 200.0))
     memory = memory or float("inf")
     jobs = jobs_of(scale, memory, rounds, limit_s)
     orders = {"plain": jobs}
     if name and find_spec("transformer_engine") is not None and not os.environ.get(PLAIN):
         some = [job for job in jobs if job.part == "train" and job.labels["tokens"] == scale.tokens[0]]
         orders = {"fused": jobs, "plain": some}
+    parents = {blocks: Parent(blocks == "plain") for blocks in orders}
     datasheet = next((rate for model, rate in DATASHEET_TFLOPS.items() if model in name), None)
     result: harness.Figures = {"rounds": rounds, "gpu": name or "none", "datasheet_tflops": datasheet}
     tflops = 0.0
-    for blocks, ordered in orders.items():
-        for job, found in run_jobs(ordered, blocks == "plain", memory, deadline):
-            if job.part == "imports":
-                orders["plain"] = jobs
-            tflops = found.get("tflops", tflops) if job.part == "floor" else tflops
-            row = with_mfu({"blocks": blocks, **labels_of(job), **found}, tflops, datasheet)
-            result.setdefault(job.part, []).append(row)
-            print(shown(job.part, row), flush=True)
-            harness.keep(options, result)
+    try:
+        for blocks, ordered in orders.items():
+            # the plain ones come last and get their time
+            kept = PLAIN_JOB_S * len(orders["plain"]) if blocks == "fused" else 0.0
+            for job, found in parents[blocks].run(ordered, memory, deadline - kept):
+                if job.part == "imports":
+                    orders["plain"] = jobs
+                tflops = found.get("tflops", tflops) if job.part == "floor" else tflops
+                row = with_mfu({"blocks": blocks, **labels_of(job), **found}, tflops, datasheet)
+                result.setdefault(job.part, []).append(row)
+                print(shown(job.part, row), flush=True)
+                harness.keep(options, result)
+            parents[blocks].end()
+    finally:
+        for parent in parents.values():
+            parent.end()
     return result

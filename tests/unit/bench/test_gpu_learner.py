@@ -56,7 +56,7 @@ def test_a_row_says_its_mfu() -> None:
 
 
 def test_the_name_and_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.accelerator", lambda: "NVIDIA H100 80GB HBM3, 81559 MiB")
+    monkeypatch.setattr("harness.accelerator", lambda: "NVIDIA H100 80GB HBM3, 81559 MiB, 580.159.04")
     assert gpu_learner.gpu() == ("NVIDIA H100 80GB HBM3", H100)
     monkeypatch.setattr("harness.accelerator", lambda: "none")
     assert gpu_learner.gpu() == ("", 0.0)
