@@ -33,9 +33,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gpu_weights_model as models
-import gpu_weights_roles as roles
 import harness
+import weights_model as models
+import weights_roles as roles
 
 from tests.rigs import processes
 

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import xxhash
 from blake3 import blake3
-from gpu_weights_model import Model, Specs
 from torch.multiprocessing.reductions import reduce_tensor
+from weights_model import Model, Specs
 
 from common.config.schema import MoeConfig, ParallelConfig, WeightsConfig
 from common.weights.receive.contract import Flip, Watch
