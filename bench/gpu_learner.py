@@ -38,6 +38,7 @@ from common.process.lifecycle import die_with_parent
 
 DATASHEET_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # dense bfloat16
 JOB_S = 60.0  # limit of one job
+SPARE = 1.05  # a job may use half of what the plan leaves free, since another kind follows where it does not fit
 PLAIN_JOB_S = 10.0  # of a step of plain layers
 
 
@@ -131,7 +132,7 @@ def recomputes(job: Job, memory: float, kept: float) -> list[dict[str, str]]:
     """The kinds of recomputation to try with a job, the cheapest one that should fit first."""
     if job.part != "train":
         return [{}]
-    fits = job.labels["model"].fits(job.labels["tokens"], "none", memory, kept)
+    fits = job.labels["model"].fits(job.labels["tokens"], "none", SPARE * memory, kept)
     return [{"recompute": kind} for kind in (("none", "full") if fits else ("full",))]
 
 
