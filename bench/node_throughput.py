@@ -59,8 +59,9 @@ def bare(folder: str, shape: Shape, counter: Any, serving: Serving = ON_CPU) -> 
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    dtype: Any = serving.dtype
     llm = LLM(
-        folder, dtype=serving.dtype, enforce_eager=serving.eager, max_model_len=shape.longest,
+        folder, dtype=dtype, enforce_eager=serving.eager, max_model_len=shape.longest,
         max_num_seqs=shape.requests, enable_prefix_caching=True, kv_cache_memory_bytes=serving.kv_cache_mib << 20,
         logprobs_mode="processed_logprobs", skip_tokenizer_init=True,
         **({"gpu_memory_utilization": LEAST_SHARE} if cuda else {}), **serving.extra,
