@@ -245,7 +245,7 @@ class Bench:
         for version in range(1, WARM_UP[way.buffers] + way.rounds + 1):
             arguments = {"version": version, "changed": CHANGED, "nodes": way.nodes, "limit_s": 60.0}
             found += self.crew.ask(Ask(0, "publish", arguments), limit_s=70.0)
-        seen = self.crew.ask(*(Ask(n, "seen") for n in members))
+        seen = self.crew.ask(*(Ask(n, "seen", {"transport": way.transport}) for n in members))
         self.crew.all("clear")
         kept = found[-way.rounds :]
         row = way.told | {"bytes": int(kept[-1]["bytes"]), "rounds": way.rounds, **harness.medians(kept, 4)}

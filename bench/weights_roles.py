@@ -36,7 +36,7 @@ from common.weights.source.publisher import WeightPublisher
 from common.weights.source.snapshot import SnapshotMaker
 from common.weights.transports.groups import dist, receivable
 from common.weights.transports.nccl import remember_device
-from common.weights.wire import flat_buffer
+from common.weights.wire import flat_buffer, messages
 from common.weights.wire.failures import ProofFailed
 from common.weights.wire.layout import WORDS, XXH3, Layout
 from rollout_fleet.weights import weight_proof
@@ -337,6 +337,13 @@ class DeviceTarget(BufferTarget):
         self.receiver = EngineWorkers(ALONE, where).receiver
         self.model, self._device = model, where
         self.seen: list[Rates] = []
+        self.ways: set[str] = set()  # by which versions came
+
+    async def tell(self, message: bytes, node_id: str) -> bytes:
+        told = messages.decode_from_learner(message)
+        if isinstance(told, messages.Epoch):
+            self.ways.add(told.transport)
+        return await super().tell(message, node_id)
 
     async def stage(self, publish: bytes, watch: Watch) -> float:
         receive_s = await super().stage(publish, watch)
@@ -387,9 +394,12 @@ class Node(Role):
             await asyncio.sleep(0.05)
         await client.close()
 
-    def seen(self) -> list[Rates]:
-        """The figures of every version, in order."""
-        return self._target.seen if self._target is not None else []
+    def seen(self, transport: str) -> list[Rates]:
+        """The figures of every version, in order. RuntimeError when one came by another way than `transport`."""
+        assert self._target is not None
+        if self._target.ways != {transport}:
+            raise RuntimeError(f"versions came by {', '.join(sorted(self._target.ways))}, not by {transport} alone")
+        return self._target.seen
 
     def clear(self) -> None:
         self._leave.set()
