@@ -13,7 +13,7 @@ padded batch wastes nothing. Every job is a process of its own, and the result i
 - recompute: the kinds of recomputation, and the optimizer's states in host memory
 - checkpoint: the stall of a save, and the time to its end, against bare copies
 
-MFU counts 6 operations for each weight of a product and token, and attention's 12 x heads x head size for each token
+MFU counts 6 operations for each weight of a product and token. Attention adds 12 x heads x head size for each token
 that a token sees. Recomputation does not count (PaLM, arXiv 2204.02311, appendix B; half of a causal mask is empty). It
 is over the floor's rate, and over the datasheet's. A loop whose logits do not fit takes several smaller microbatches
 (`pieces`). Without a GPU the shapes are tiny.
@@ -39,14 +39,14 @@ from common.process.lifecycle import die_with_parent
 DATASHEET_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # dense bfloat16
 JOB_S = 60.0  # limit of one job
 SPARE = 1.05  # a job may use half of what the plan leaves free, since another kind follows where it does not fit
-PLAIN_JOB_S = 10.0  # of a step of plain layers
+PLAIN_JOB_S = 10.0  # time that each job of plain layers gets
 
 
 @dataclass(frozen=True)
 class Scale:
     shapes: tuple[str, ...]
     layers: int  # at most
-    tokens: tuple[int, ...]  # of a microbatch
+    tokens: tuple[int, ...]  # sizes of a microbatch
     document: int  # tokens
     vocabulary: int
     chunks: tuple[int, ...]  # rows of logits at a time
@@ -69,6 +69,7 @@ SCALES = {
 
 def largest(shape: str, scale: Scale, device: float) -> Model:
     """With the most layers that the plan says to fit: with the smallest microbatches, and recomputed with all."""
+    model = Model(shape, scale.layers, scale.vocabulary)
     for layers in range(scale.layers, 0, -1):
         model = Model(shape, layers, scale.vocabulary)
         recomputed = all(model.fits(tokens, "full", device) for tokens in scale.tokens)
@@ -93,7 +94,7 @@ def alone(job: Job, method: str, limit_s: float) -> harness.Figures:
         process.join(5)
         return {"error": f"its process ended with {process.exitcode}"}
     finally:
-        process.kill()  # it holds the device's memory until it is gone
+        process.kill()  # the device's memory is free when it is gone
         process.join()
 
 
@@ -113,18 +114,19 @@ def parent_of(plain: bool, pipe: Connection) -> None:
     torch.set_num_threads(1)
     jobs, memory, deadline = pipe.recv()
     method = "spawn" if "error" in alone(Job("probe", {}), "fork", JOB_S) else "fork"  # an import may have used CUDA
-    kept = 1.0  # what layers keep, over the plan's activations
+    kept = 1.0  # activations of layers, over the plan's
     for job in jobs:
+        tried, found = job, harness.Figures()
         for recompute in recomputes(job, memory, kept):
             tried = Job(job.part, {**job.labels, **recompute})
             left = deadline - time.monotonic()
-            found = {"error": "no time was left"} if left < 2 else alone(tried, method, min(JOB_S, left))
+            found = alone(tried, method, min(JOB_S, left)) if left > 2 else {"error": "no time was left"}
             pipe.send((tried, found))
             if "does_not_fit" not in found:
                 break
         if tried.labels.get("recompute") == "none":
-            rows = [row for row in found.get("memory", ()) if row["kind"] == "activations"]
-            kept = max([kept, *(1.0 + row["off"] for row in rows)])
+            rows: list[harness.Figures] = found.get("memory", [])
+            kept = max([kept, *(1.0 + row["off"] for row in rows if row["kind"] == "activations")])
     pipe.send(None)
 
 
@@ -216,7 +218,7 @@ def with_mfu(found: Any, tflops: float, datasheet: float | None) -> Any:
 
 
 def labels_of(job: Job) -> dict[str, Any]:
-    """What a row says of its job."""
+    """The arguments of a job in its row."""
     out: dict[str, Any] = {}
     for name, value in job.labels.items():
         out |= asdict(value) if is_dataclass(value) and not isinstance(value, type) else {name: value}

@@ -35,7 +35,7 @@ class Model:
         )
 
     def config(self) -> Any:
-        """Of transformers."""
+        """The configuration of transformers."""
         from transformers import Qwen3Config
 
         hidden, ffn, heads, kv_heads, dim, tied = QWEN3[self.shape]
@@ -46,7 +46,7 @@ class Model:
         )  # fmt: skip
 
     def flops(self, tokens: int, document: int) -> float:
-        """Of forward and backward over `tokens` in documents of one length."""
+        """Operations of forward and backward over `tokens` in documents of one length."""
         hidden, ffn, heads, kv_heads, dim, _ = QWEN3[self.shape]
         layer = hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * ffn
         weights = self.layers * layer + hidden * self.vocabulary

@@ -1,4 +1,4 @@
-"""What bench/gpu_learner.py computes without a device: operations, layers that fit, and its rows."""
+"""The parts of bench/gpu_learner.py that need no device: operations, layers that fit, and its rows."""
 
 from pathlib import Path
 
