@@ -29,8 +29,9 @@ BUCKET_ALIGNMENT = 128  # elements; and ends a bucket at a multiple of it and of
 # H100, H200 and B200 as the driver reports them
 DEVICES = {"80 GB": 79.6 * (1 << 30), "141 GB": 139.8 * (1 << 30), "192 GB": 179.1 * (1 << 30)}
 HEADROOM = 0.10  # left for the CUDA context, communication buffers and fragmentation
-# On a GPU learner.megatron.logprobs computes so many logits at once, and keeps so many for the backward pass.
-CHUNK_ELEMENTS, KEPT_ELEMENTS = 1 << 26, 1 << 28
+# Gate and up projection, the gate's activation, the up projection plus Megatron's offset of 0, and the product of both
+GATED = 5
+CHUNK_ELEMENTS = 1 << 28  # logits that learner.megatron.logprobs computes at once on a GPU
 
 
 def fits(needed: float, device: float) -> bool:
@@ -153,11 +154,12 @@ def output_bytes(model: Architecture, parallel: ParallelConfig, tokens: int, ite
     width = model.vocabulary // parallel.tensor
     norm = 2 * tokens * model.hidden * item // _sequence_shards(parallel)
     hidden = 2 * tokens * model.hidden * item  # whole on every tensor-parallel rank, and its gradient
-    weight = 0 if frozen else width * model.hidden * (FLOAT32 + item)  # its gradient, and one chunk's part of it
-    logits = tokens * width
-    chunk = min(max(CHUNK_ELEMENTS, width), logits)
-    kept = min(KEPT_ELEMENTS + chunk, logits)  # beyond what is kept, one chunk's at a time
-    return norm + hidden + weight + (kept + chunk) * FLOAT32
+    chunk = min(max(CHUNK_ELEMENTS, width), tokens * width)
+    rounded = item if item < FLOAT32 else 0  # products are computed in this type, and copied to float32
+    logits = chunk * (FLOAT32 + rounded)
+    weight = 0 if frozen else width * model.hidden
+    last = weight * rounded + chunk * item  # a chunk's part of the weight's gradient, when its logits are gone
+    return norm + hidden + weight * FLOAT32 + max(logits, last)
 
 
 def adapter_elements(model: Architecture, parallel: ParallelConfig, lora: LoraConfig) -> int:
@@ -193,16 +195,17 @@ def layer_bytes(model: Architecture, parallel: ParallelConfig, moe: bool, tokens
     a = model.attention
     float32 = a.heads / t  # log-sum-exp
     if isinstance(a, Attention):
-        elements += (2 * a.heads + 2 * a.kv_heads) * a.head_dim / t
+        normed = a.heads + a.kv_heads if a.qk_norm else 0  # queries and keys before their norms
+        elements += (2 * a.heads + 2 * a.kv_heads + normed) * a.head_dim / t
     else:
         compressed = 2 * (a.q_rank or 0) + 2 * a.kv_rank + a.rope_dim  # before and after their norms
         elements += (compressed + a.heads * (2 * a.qk_dim + a.nope_dim + 2 * a.value_dim)) / t
     if not moe or model.experts is None:
-        elements += 3 * model.ffn / t  # gate and up projection, and their product
+        elements += GATED * model.ffn / t
     else:
         e = model.experts
         float32 += 2 * e.count / shards  # router's logits and probabilities
         # each token is sent to per_token experts; a rank gets as many as it sends when they are balanced
-        elements += e.per_token / shards * (model.hidden * parallel.expert_tensor + 3 * e.ffn)
-        elements += 3 * e.shared_ffn / t
+        elements += e.per_token / shards * (model.hidden * parallel.expert_tensor + GATED * e.ffn)
+        elements += GATED * e.shared_ffn / t
     return round(tokens * (elements * item + float32 * FLOAT32))

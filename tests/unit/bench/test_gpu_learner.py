@@ -1,16 +1,22 @@
 """The parts of bench/gpu_learner.py that need no device: operations, layers that fit, and its rows."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import gpu_learner
 import pytest
 from gpu_learner import SCALES, jobs_of, largest, recomputes, with_mfu
 from random_qwen3 import Model, write_header
 
+from bench.figures import RESULTS
+from common.config.schema import ParallelConfig
 from common.safetensors_header import headers
 from launch.plan.layout import count, hf_tensors
+from launch.plan.memory import output_bytes
 
 H100 = 81559 * float(1 << 20)
+GIB = 1 << 30
 
 
 @pytest.mark.parametrize("shape", ["0.6B", "8B"])
@@ -28,7 +34,7 @@ def test_operations_are_those_of_every_product(shape: str) -> None:
 
 def test_a_shape_gets_the_layers_that_the_plan_says_to_fit() -> None:
     layers = {shape: largest(shape, SCALES["full"], H100).layers for shape in SCALES["full"].shapes}
-    assert layers == {"0.6B": 24, "4B": 24, "8B": 10}
+    assert layers == {"0.6B": 24, "4B": 21, "8B": 10}
     assert largest("8B", SCALES["full"], 2 * H100).layers == 24
 
 
@@ -60,3 +66,29 @@ def test_the_name_and_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_learner.gpu() == ("NVIDIA H100 80GB HBM3", H100)
     monkeypatch.setattr("harness.accelerator", lambda: "none")
     assert gpu_learner.gpu() == ("", 0.0)
+
+
+RESULT = json.loads((RESULTS / "gpu_learner.json").read_text())
+
+
+@pytest.mark.parametrize("row", [row for row in RESULT["train"] if row["blocks"] == "fused" and "memory" in row])
+def test_the_plan_is_what_a_gpu_allocated(row: dict[str, Any]) -> None:
+    model = Model(row["shape"], row["layers"], row["vocabulary"])
+    planned = model.planned(row["tokens"], row["recompute"])
+    norm = 2 * row["tokens"] * model.config().hidden_size * 2  # the final one's, measured with the layers
+    planned["activations"] += norm
+    for found in row["memory"]:
+        if found["kind"] in ("weights", "gradients", "optimizer", "activations", "update"):
+            assert found["gib"] * GIB == pytest.approx(planned[found["kind"]], rel=0.05), found["kind"]
+
+
+@pytest.mark.parametrize("tokens", [8192, 32768])
+def test_the_plan_of_the_output_layer_is_what_a_gpu_allocated(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = [row for row in RESULT["head"] if row["tokens"] == tokens]
+    model = Model(row["shape"], 1, row["vocabulary"])
+    for rows in (1024, 4096):
+        (found,) = [way for way in row["ways"] if way["way"] == f"chunks of {rows} rows, none kept"]
+        monkeypatch.setattr("launch.plan.memory.CHUNK_ELEMENTS", rows * row["vocabulary"])
+        inputs = 3 * tokens * model.config().hidden_size * 2  # of norm and head, which were there before
+        planned = output_bytes(model.architecture, ParallelConfig(), tokens, 2) - inputs
+        assert found["peak_gib"] * GIB == pytest.approx(planned, rel=0.05)

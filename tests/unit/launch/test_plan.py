@@ -37,8 +37,8 @@ CLIPS = ["learner.loss.clip_low=0.2", "learner.loss.clip_dual=3"]
 QWEN = "Qwen/Qwen3-0.6B"
 DATA = ["tasks.dataset=data/gsm8k/train.jsonl", "evaluation.datasets=[data/gsm8k/test.jsonl]"]
 LARGER = [  # a config, another model for it, a part of what is proposed
-    ("qwen3-0.6b-gsm8k", "Qwen3-4B", ["weights.buffers=host"]),
-    ("qwen3-0.6b-gsm8k", "Qwen3-8B", ["learner.parallel.tensor=2", "weights.buffers=host"]),
+    ("qwen3-0.6b-gsm8k", "Qwen3-4B", ["learner.parallel.tensor=2"]),
+    ("qwen3-0.6b-gsm8k", "Qwen3-8B", ["learner.parallel.tensor=4", "weights.buffers=host"]),
     ("qwen3-0.6b-1gpu", "Qwen3-8B", ["learner.world_size=2"]),
     ("qwen3-1.7b-1gpu", "Qwen3-4B", ["learner.memory.offload_optimizer=true"]),
     ("llama-3.1-70b", "Llama-3.1-70B", ["learner.world_size=32", "learner.machines=4"]),
