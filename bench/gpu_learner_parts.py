@@ -363,8 +363,8 @@ def head(shape: str, vocabulary: int, tokens: int, chunks: Sequence[int], rounds
     targets = torch.randint(vocabulary, (tokens,), device=here)
 
     def chunked(elements: int | None = None, kept: int | None = None) -> Callable[[], Any]:
-        sizes = {"chunk_elements": elements, "kept_elements": kept}
-        return lambda: partial(logprobs_and_entropy, **sizes)(made, weight, targets, with_entropy=False)[0]
+        sizes = (1.0, None, elements, kept)  # temperature, no group of ranks, sizes of a chunk and of what is kept
+        return lambda: logprobs_and_entropy(made, weight, targets, *sizes, with_entropy=False)[0]
 
     def naive() -> Any:
         return (made @ weight.t()).float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
