@@ -138,7 +138,7 @@ def played(folder: Path, policy: Path) -> Path:
     rows = str(folder / "questions.jsonl")
     sources = {c: {"environment": f"examples.agent_clients:{c}", "dataset": rows} for c in CLIENTS}
     document = {
-        "run": {"name": "clients", "dir": str(folder / "run"), "steps": 1, "seed": 3},
+        "run": {"name": "clients", "dir": str(folder / "run"), "steps": 1, "seed": 4},
         "model": {"path": str(policy), "dtype": "float32"},
         "tasks": {"limits": {"python": os.environ["SLIPSTREAM_VERIFIERS_PYTHON"]}, "sources": sources},
         "learner": {
