@@ -77,7 +77,7 @@ step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 
 # On two cores a third worker works while another waits. A file stays on one worker.
-pytest=(python -m pytest -rs --durations=15 -n 3 --dist loadfile --no-loadscope-reorder)
+pytest=(python -m pytest -rs --durations=40 -n 3 --dist loadfile --no-loadscope-reorder)
 
 checks() {
   step "pyright" pyright
@@ -89,12 +89,14 @@ cluster() { step "tests on a cluster of hosts" "${pytest[@]}" -n 2 tests/cluster
 
 other_library() {
   grep -qw avx512f /proc/cpuinfo || return 0
-  step "engines with vLLM's library for CPUs without AVX-512" env PYTHONPATH="$PWD/tests/avx2" python -m pytest -rs \
+  step "engines with vLLM's library for CPUs without AVX-512" nice -n 5 env PYTHONPATH="$PWD/tests/avx2" python -m pytest -rs \
     tests/integration/test_engine_{flips,tensor_parallel}.py -k "not (Qwen2 or Llama or Mistral or Mixtral or Glm4Moe or AMX or plain or copies)"
 }
 
 architectures=tests/integration/megatron/test_architectures.py
-other_pins() { step "every architecture with the learner's pins" "$SLIPSTREAM_LEARNER_PYTHON" -m pytest -q "$architectures"; }
+other_pins() {
+  step "every architecture with the learner's pins" nice -n 5 "$SLIPSTREAM_LEARNER_PYTHON" -m pytest -q "$architectures"
+}
 
 cluster_and_variants() {  # one after another; the later ones run also when one fails
   local failed=0

@@ -37,7 +37,6 @@ def register() -> None:
         worker_process.keep_cpu_weights_live()
         worker_process.compute_mla_from_parameters()
         worker_process.return_routed_experts_on_cpu()
-        worker_process.sleep_while_waiting()
     # A forked child inherits that vLLM has loaded its plugins and that this function has run: neither runs again.
     multiprocessing.util.register_after_fork(register, lambda _: _prepare_engine_process())
     _prepare_engine_process()

@@ -46,7 +46,7 @@ def draw_all(runs: Sequence[Compared], folder: Path) -> tuple[list[Path], dict[s
     """Write a PNG file per axis; returns the files, and the same pictures as SVG by axis."""
     pictures: dict[str, str] = {}
     files: list[Path] = []
-    places: list[Bbox] = []  # of the panels in the first picture: laying them out takes as long as drawing them
+    places: list[Bbox] = []  # panels of the first picture have these: to find them takes as long as to draw
     for axis in AXES:
         if draws := list(_panels(grouped(runs), axis)):  # perhaps no run counts samples
             figure = _figure(draws, len(runs) > 1, max(run.size for run in runs))

@@ -1,4 +1,4 @@
-"""Changes to vLLM's workers: layers compute with their parameters; a CPU's return routed experts and do not spin.
+"""Changes to vLLM's workers: layers compute with their parameters, and the CPU's model runner returns routed experts.
 
 So weights can be changed in place, read back and proven after a flip.
 
@@ -134,22 +134,6 @@ def compute_mla_from_parameters() -> None:
 
     MLAAttention.process_weights_after_loading = process_and_keep  # type: ignore[method-assign]
     RotaryEmbedding.forward_cpu = rotate_any  # type: ignore[method-assign]
-
-
-def sleep_while_waiting() -> None:
-    """Readers of vLLM's queues between an engine and its workers sleep until something comes.
-
-    vLLM lets each of them spin for a second after every message. On a CPU they take the cores of the one that computes.
-    """
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-
-    require(SpinCondition, "record_read", "wait")
-
-    def record_read(condition: Any) -> None:
-        condition.busy_loop_s = 0.0  # at the start its socket may not be connected yet, so it spins as in vLLM
-        condition.last_read = 0.0
-
-    SpinCondition.record_read = record_read  # type: ignore[method-assign]
 
 
 def return_routed_experts_on_cpu() -> None:

@@ -30,7 +30,7 @@ from tests.rigs.processes import Process
 from tests.unit.rollout_fleet.chat_tokenizers import QWEN
 from tests.unit.rollout_fleet.test_clients import play
 
-CLIENTS = ("openai_agents", "smolagents", "anthropic")  # of responses, chat, and messages
+CLIENTS = ("openai_agents", "smolagents", "anthropic")  # they call responses, chat, messages
 REWRITES = "smolagents"  # its history is told in other words, so each of its turns is a path of its own
 QUESTIONS = ((1, 2), (3, 4), (5, 6), (7, 8))
 OPENINGS, CLOSINGS = ("Adding.", "Calling.", "Trying."), ("", ".")  # the policy may choose; rewards ask for ""
@@ -138,7 +138,7 @@ def played(folder: Path, policy: Path) -> Path:
     rows = str(folder / "questions.jsonl")
     sources = {c: {"environment": f"examples.agent_clients:{c}", "dataset": rows} for c in CLIENTS}
     document = {
-        "run": {"name": "clients", "dir": str(folder / "run"), "steps": 1, "seed": 3},
+        "run": {"name": "clients", "dir": str(folder / "run"), "steps": 1, "seed": 4},
         "model": {"path": str(policy), "dtype": "float32"},
         "tasks": {"limits": {"python": os.environ["SLIPSTREAM_VERIFIERS_PYTHON"]}, "sources": sources},
         "learner": {

@@ -16,7 +16,8 @@ from launch.plan.memory import resident
 from tests.rigs import forked_ranks, tiny_models
 from tests.rigs.forked_ranks import Outcome, group
 
-BOTH = ("float32", "bfloat16")
+FLOAT32, BFLOAT16 = ("float32",), ("bfloat16",)
+BOTH = FLOAT32 + BFLOAT16
 
 
 def measured(
@@ -28,25 +29,24 @@ def measured(
     return [shared | {"name": f"{kind}-{layout}-x{ranks}-{d}", "dtype": d} for d in dtypes]
 
 
+# Both types where no parallelism cuts the model, replicas share states, or experts are cut; one of them elsewhere.
 MEASURED = [
     *measured("tied", 1),
-    *measured("tied", 2, tensor=2),
-    *measured("tied", 2, pipeline=2),  # a tied embedding on both stages, in buckets of its own
+    *measured("tied", 2, FLOAT32, tensor=2),
+    *measured("tied", 2, BFLOAT16, pipeline=2),  # a tied embedding on both stages, in buckets of its own
     *measured("tied", 2),
-    *measured("qwen2", 2, pipeline=2, virtual_pipeline=2),
-    *measured("llama", 4, tensor=2),
+    *measured("qwen2", 2, FLOAT32, pipeline=2, virtual_pipeline=2),
+    *measured("llama", 4, BFLOAT16, tensor=2),
     *measured("mixtral", 2, expert=2),
-    *measured("moe", 4, pipeline=2, expert=2),
-    *measured("moe", 4, expert=2),
-    *measured("moe", 4, tensor=2, expert=2, expert_tensor=2, dtypes=("bfloat16",)),
-    *measured("deepseek-v3", 4, tensor=2, pipeline=2, expert=2, dtypes=("bfloat16",)),
-    *measured("deepseek-v3-plain", 2, tensor=2, dtypes=("float32",)),
-    *measured("glm", 2, expert=2, dtypes=("bfloat16",)),
+    *measured("moe", 4, FLOAT32, pipeline=2, expert=2),
+    *measured("moe", 4, BFLOAT16, expert=2),
+    *measured("moe", 4, BFLOAT16, tensor=2, expert=2, expert_tensor=2),
+    *measured("deepseek-v3", 4, BFLOAT16, tensor=2, pipeline=2, expert=2),
+    *measured("deepseek-v3-plain", 2, FLOAT32, tensor=2),
+    *measured("glm", 2, BFLOAT16, expert=2),
     *measured("tied", 1, lora={"rank": 6}),
-    *measured("qwen2", 4, tensor=2, lora={"rank": 6}),
-    *measured(
-        "tied", 2, pipeline=2, virtual_pipeline=2, dtypes=("bfloat16",), lora={"rank": 2, "targets": ["linear_fc1"]}
-    ),
+    *measured("qwen2", 4, FLOAT32, tensor=2, lora={"rank": 6}),
+    *measured("tied", 2, BFLOAT16, pipeline=2, virtual_pipeline=2, lora={"rank": 2, "targets": ["linear_fc1"]}),
 ]
 DENSE_TOKENS = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp", "data x context": "dp-cp"}
 SPARSE_TOKENS = {"expert_tensor": "tp", "expert": "ep", "expert_data": "dp"}
