@@ -76,13 +76,14 @@ def flat(fields: dict[str, Any]) -> dict[str, Any]:
 def measurements(found: dict[str, Any], path: str) -> list[dict[str, Any]]:
     """The flat rows of a list, or of a dict, whose keys become the field with its name.
 
-    `a.b` are those of every `b` in `a`, with the fields beside `b`; `each` stands for a dict's dicts.
+    `a.b` are those of every `b` in `a`, with the fields beside `b`; `each` stands for a dict's dicts. Rows with an
+    error have no measurement.
     """
     name, _, inner = path.partition(".")
     rows = {key: row for key, row in found.items() if isinstance(row, dict)} if name == "each" else found[name]
     if isinstance(rows, dict):
         rows = [{name: WORDS.get(key, key)} | row for key, row in rows.items()]
-    rows = [flat(row) for row in rows]
+    rows = [flat(row) for row in rows if not {"error", "does_not_fit"} & set(row)]
     return [one | row for one in rows for row in measurements(one, inner)] if inner else rows
 
 
@@ -141,9 +142,12 @@ COLUMNS = ["figure", "median", "range over rounds", "aim", "reached"]
 
 
 def machine_of(found: dict[str, Any]) -> str:
-    """'2 cores of AMD EPYC'; a few results are counted, not timed, and have no machine."""
+    """'2 cores of AMD EPYC', and the GPU; a few results are counted, not timed, and have no machine."""
     machine = found.get("machine")
-    return f"{machine['cores']} cores of {machine['processor']}" if machine else "machine not recorded"
+    if not machine:
+        return "machine not recorded"
+    gpu = machine.get("accelerator", "none").partition(",")[0]  # its name
+    return f"{machine['cores']} cores of {machine['processor']}{'' if gpu == 'none' else f', {gpu}'}"
 
 
 def provenance(name: str, folder: str = "../bench/results") -> str:
@@ -160,7 +164,8 @@ def provenance(name: str, folder: str = "../bench/results") -> str:
 def _arguments(found: dict[str, Any] | None) -> str:
     if found is None:
         return "arguments not recorded"
-    return f"arguments `{' '.join(f'{k}={_word(v)}' for k, v in found.items())}`" if found else "no arguments"
+    words = [f"{name}={_word(value)}" for name, value in found.items() if name != "output"]
+    return f"arguments `{' '.join(words)}`" if words else "no arguments"
 
 
 def _word(value: object) -> str:

@@ -43,14 +43,19 @@ def from_tables(name: str) -> str:
     found = result(spec["result"])
     source = spec.get("source", "../bench/results")
     above = [provenance(spec["result"], source)] if source else []
-    above = [*above[:-1], f"{above[-1]}\n{filled(spec['text'], flat(found))}"] if "text" in spec else above
+    above = ["\n".join([*above, filled(spec["text"], flat(found))])] if "text" in spec else above
     if "facts" in spec:
         rows = [[fact, filled(cell, flat(found))] for fact, cell in spec["facts"].items()]
         return "\n\n".join([*above, table(["figure", "value"], rows)])
-    measured = measurements(found, spec["rows"])
+    measured = chosen(measurements(found, spec["rows"]), spec.get("where", {}))
     columns = spec.get("columns") or {name: f"{{{name}}}" for name in found[spec["rows"]][0]}
     rows = [[filled(cell, row) for cell in columns.values()] for row in measured]
     return "\n\n".join([*above, table(list(columns), rows)])
+
+
+def chosen(rows: list[dict[str, Any]], where: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that have these values; a list has several."""
+    return [row for row in rows if all(row[k] in v if isinstance(v, list) else row[k] == v for k, v in where.items())]
 
 
 def adaptive_rates(case: dict[str, Any]) -> dict[str, float]:
@@ -84,7 +89,7 @@ def rows_of(
     each: bool = False, **looks: Any,
 ) -> list[Row]:  # fmt: skip
     measured = measurements(found, of) if of else [flat(found)]
-    fields = [one for one in measured if (where or {}).items() <= one.items()]
+    fields = chosen(measured, where or {})
     shown = [[one] for one in fields] if each else [fields]
     return [Row(filled(what, some[0]), [x for one in some for x in values(value, one)], **looks) for some in shown]
 

@@ -89,6 +89,6 @@ def test_the_plan_of_the_output_layer_is_what_a_gpu_allocated(tokens: int, monke
     for rows in (1024, 4096):
         (found,) = [way for way in row["ways"] if way["way"] == f"chunks of {rows} rows, none kept"]
         monkeypatch.setattr("launch.plan.memory.CHUNK_ELEMENTS", rows * row["vocabulary"])
-        inputs = 3 * tokens * model.config().hidden_size * 2  # of norm and head, which were there before
+        inputs = 3 * tokens * model.config().hidden_size * 2  # norm and head have them before
         planned = output_bytes(model.architecture, ParallelConfig(), tokens, 2) - inputs
         assert found["peak_gib"] * GIB == pytest.approx(planned, rel=0.05)

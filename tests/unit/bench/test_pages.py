@@ -79,6 +79,17 @@ def test_a_source_names_what_the_result_has_and_says_what_it_lacks(
     whole = {"machine": {"cores": 2, "processor": "P"}, "commit": "abc", "arguments": {"size": ["1k"]}, "rounds": 3}
     (tmp_path / "new.json").write_text(json.dumps(whole))
     assert " ".join(provenance("new").split()).endswith("2 cores of P; commit abc; arguments `size=1k`; 3 rounds.")
+    gpu = {"machine": {"cores": 2, "processor": "P", "accelerator": "G, 8 MiB, 1.2"}, "arguments": {"output": "/x"}}
+    (tmp_path / "new.json").write_text(json.dumps(gpu))
+    assert " ".join(provenance("new").split()).endswith("2 cores of P, G; commit not recorded; no arguments.")
+
+
+def test_what_ended_with_an_error_has_no_row_and_a_table_shows_the_rows_that_were_asked_for() -> None:
+    found = {"jobs": [{"of": "a", "ways": [{"s": 1}, {"s": 2}]}, {"of": "b", "error": "no time"}]}
+    rows = figures.measurements(found, "jobs.ways")
+    assert [(row["of"], row["s"]) for row in rows] == [("a", 1), ("a", 2)]
+    assert [row["s"] for row in pages.chosen(rows, {"s": [2, 3], "of": "a"})] == [2]
+    assert pages.chosen(rows, {}) == rows
 
 
 def test_the_results_were_measured_completely_with_the_defaults_and_with_enough_rounds() -> None:
