@@ -87,7 +87,7 @@ def judged(claim: re.Match[str], folder: Path) -> dict[str, Any]:
     """The curve of a claim's metric; raises RuntimeError when it is not as claimed."""
     field, _, key = claim["metric"].partition("/")  # as in docs/metrics.md: environment/KEY
     lines = harness.read(folder / claim["run"]).lines
-    curve = [line[field][key] if key else line[field] for line in lines]
+    curve = [round(line[field][key] if key else line[field], 3) for line in lines]
     first, last = round(statistics.mean(curve[:5]), 3), round(statistics.mean(curve[-10:]), 3)
     bounds = ((first, claim["start"], claim["first"]), (last, claim["end"], claim["last"]))
     if not all(value < float(bound) if side == "below" else value > float(bound) for value, side, bound in bounds):
