@@ -63,7 +63,7 @@ def played(one: Example, scratch: Path) -> dict[str, Any]:
     """Figures of the first claim; raises RuntimeError when a command fails or a claim is wrong."""
     folder = scratch / one.name
     shutil.copytree(EXAMPLES / one.name, folder)
-    began = time.monotonic()
+    began, commit = time.monotonic(), harness.commit()
     log = folder / "output.log"
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with log.open("w") as out:
@@ -80,7 +80,7 @@ def played(one: Example, scratch: Path) -> dict[str, Any]:
         raise RuntimeError(f"a command exited with {code}; {log}:\n{log.read_text()[-TAIL:]}")
     seconds = round(time.monotonic() - began, 1)
     found = [judged(claim, folder) for claim in one.claims]
-    return {"example": one.name, "seconds": seconds, **found[0], "more": found[1:], "commit": harness.commit()}
+    return {"example": one.name, "seconds": seconds, **found[0], "more": found[1:], "commit": commit}
 
 
 def judged(claim: re.Match[str], folder: Path) -> dict[str, Any]:

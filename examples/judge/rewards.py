@@ -2,4 +2,4 @@
 
 
 def fits(completion, row):
-    return float(completion == ("good morning" if row["hour"] < 12 else "good evening"))
+    return float(completion == ("good morning" if row["time"] < "12" else "good evening"))
