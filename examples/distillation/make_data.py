@@ -14,7 +14,7 @@ from launch.quickstart.assets import (
 )
 
 rng = random.Random(0)
-plan = AdditionPlan(digits=2, train=2048, held_out=256, clean=8000, sloppy=1600, blurted=0.9, forgotten=0.9)
+plan = AdditionPlan(digits=2, train=2048, held_out=256, clean=8000, sloppy=1600, blurted=0.8, forgotten=0.5)
 held_out, train, others = addition_pairs(plan, rng)
 
 
