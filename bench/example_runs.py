@@ -105,20 +105,19 @@ def bars(curve: list[float]) -> str:
 
 @harness.script(names=(), name="examples")
 def main(options: harness.Options) -> harness.Figures:
-    kept = {row["example"]: row for row in result("examples")["rows"]} if (RESULTS / "examples.json").exists() else {}
-    rows = {name: kept[name] for name in names() if name in kept}
-    scratch = harness.scratch()
-    for name in options.names or names():
+    chosen, scratch, rows = options.names or names(), harness.scratch(), dict[str, dict[str, Any]]()
+    for name in chosen:
         try:
             rows[name] = played(example(name), scratch) | {"machine": machine_of({"machine": harness.machine()})}
         except RuntimeError as error:
             FAILED.append(name)
-            rows.pop(name, None)
             print(f"{name}: FAILED: {error}", flush=True)
         else:
             said = "{example}: ok, {seconds:.0f} s; {metric} {first_5} to {last_10} {bars}"
             print(said.format_map(rows[name]), flush=True)
-    return {"rounds": 1, "rows": [rows[name] for name in sorted(rows)]}
+    before = result("examples")["rows"] if (RESULTS / "examples.json").exists() else []
+    kept = [row for row in before if row["example"] in set(names()) - set(chosen)]
+    return {"rounds": 1, "rows": sorted([*kept, *rows.values()], key=lambda row: row["example"])}
 
 
 if FAILED:
