@@ -80,7 +80,9 @@ def played(one: Example, scratch: Path) -> dict[str, Any]:
         raise RuntimeError(f"a command exited with {code}; {log}:\n{log.read_text()[-TAIL:]}")
     seconds = round(time.monotonic() - began, 1)
     found = [judged(claim, folder) for claim in one.claims]
-    return {"example": one.name, "seconds": seconds, **found[0], "more": found[1:], "commit": commit}
+    about = {"load_1min": round(os.getloadavg()[0], 1), "commit": commit}
+    about["machine"] = machine_of({"machine": harness.machine()})
+    return {"example": one.name, "seconds": seconds, **found[0], "more": found[1:], **about}
 
 
 def judged(claim: re.Match[str], folder: Path) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def main(options: harness.Options) -> harness.Figures:
     chosen, scratch, rows = options.names or names(), harness.scratch(), dict[str, dict[str, Any]]()
     for name in chosen:
         try:
-            rows[name] = played(example(name), scratch) | {"machine": machine_of({"machine": harness.machine()})}
+            rows[name] = played(example(name), scratch)
         except RuntimeError as error:
             FAILED.append(name)
             print(f"{name}: FAILED: {error}", flush=True)
