@@ -30,7 +30,7 @@ from bench.figures import (
     values,
 )
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]
 MARKS = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 LENGTHS = {"tail": "heavy-tailed lengths", "long": "600 to 1,900 tokens", "short": "100 tokens on average"}
 SECTIONS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("sections.yaml").read_text())

@@ -12,7 +12,8 @@ from tests.docs_reference import DOCS, config_page, filled, metrics_page
 from tests.rigs.processes import ROOT
 
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "ROADMAP.md", "SECURITY.md", "configs/README.md")
-PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
+BELOW = [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+PAGES = [*(ROOT / name for name in TOP), *BELOW]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 FOLDERS = "bench|broker|common|configs|docs|launch|learner|requirements|rollout_fleet|tests"
 
