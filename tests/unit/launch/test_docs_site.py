@@ -1,4 +1,4 @@
-"""The documentation site: it builds without a warning, its links lead somewhere, and it loads nothing from elsewhere."""
+"""The documentation site builds without a warning, its links lead somewhere, and it loads nothing from elsewhere."""
 
 import os
 import re
