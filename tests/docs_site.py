@@ -22,7 +22,7 @@ from launch.cli import GROUPS, build_parser
 ROOT = Path(__file__).resolve().parents[1]
 COPIES = "repository/"  # folder of the site for files outside of docs/
 CLI = "cli.md"
-LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)(?=[)#])")
+LINK = re.compile(r"\[([^]]*)\]\((?!\w+:)([^)#\s]+)(?=[)#])")  # text and file
 BLOCK = re.compile(r"(^ *```.*?^ *```)", re.MULTILINE | re.DOTALL)  # links in code stay as they are
 
 
@@ -50,15 +50,28 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Links of a page as they are in the site; those within docs/ are the same there."""
+    """Links of a page as they are in the site, where the title of a page stands for its file's name."""
     uri = page.file.src_uri
     folder = posixpath.dirname(uri)
 
     def moved(link: re.Match[str]) -> str:
-        target = target_of(real(uri), link[0])
-        return posixpath.relpath(site_uri(target), folder or ".") if target else link[0]
+        target = target_of(real(uri), link[2])
+        if target is None:
+            return link[0]
+        text = title_of(target) if link[1].endswith(".md") and target.endswith(".md") else link[1]
+        return f"[{text}]({posixpath.relpath(site_uri(target), folder or '.')}"
 
     return "".join(part if BLOCK.match(part) else LINK.sub(moved, part) for part in BLOCK.split(markdown))
+
+
+def on_page_content(html: str, page: Page, files: Files, **_: Any) -> str:
+    """Pages that docstrings and helps name, as docs/NAME.md, are links in the generated reference."""
+
+    def link(named: re.Match[str]) -> str:
+        found = files.get_file_from_path(named[1])
+        return f'<a href="{found.url}">{named[0]}</a>' if found else named[0]
+
+    return re.sub(r"\bdocs/([\w-]+\.md)\b", link, html) if page.file.src_uri in (CLI, "api.md") else html
 
 
 def real(uri: str) -> str:
@@ -82,7 +95,12 @@ def linked(name: str) -> Iterator[str]:
     """Files to which a page links; none of a file that is no page."""
     if name.endswith(".md"):
         text = BLOCK.sub("", (ROOT / name).read_text())
-        yield from filter(None, (target_of(name, link) for link in LINK.findall(text)))
+        yield from filter(None, (target_of(name, link) for _, link in LINK.findall(text)))
+
+
+def title_of(name: str) -> str:
+    """The first heading of a page."""
+    return (ROOT / name).read_text().partition("\n")[0].lstrip("# ")
 
 
 def commands_page() -> str:
