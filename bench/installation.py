@@ -1,4 +1,4 @@
-"""What the first command downloads, needs on the disk and takes: python bench/installation.py.
+"""The download, the disk and the time that the first command costs: python bench/installation.py.
 
 `pip download` fetches the pinned packages of requirements/cpu.txt. Then launch/setup.sh cpu installs them in a clone of
 this checkout's commit, with empty caches and from that folder. So its seconds are without the download.
