@@ -29,7 +29,7 @@ BLOCK = re.compile(r"(^ *```.*?^ *```)", re.MULTILINE | re.DOTALL)  # links in c
 def on_config(config: MkDocsConfig) -> None:
     """The examples that exist become pages of the section Train."""
     train = next(part["Train"] for part in config.nav or [] if "Train" in part)
-    found = sorted(readme.relative_to(ROOT).as_posix() for readme in ROOT.glob("examples/*/README.md"))
+    found = sorted(readme.relative_to(ROOT).as_posix() for readme in ROOT.glob("examples/**/README.md"))
     if found:
         train.append({"Examples": [COPIES + name for name in found]})
 
