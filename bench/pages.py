@@ -122,7 +122,7 @@ def readme_reasons() -> str:
 
 
 def machine() -> str:
-    names = ("trl_comparison", "step_overhead", "broker_overhead", "node_throughput")
+    names = ("trl_comparison", "async_gain", "quickstart")
     machines = sorted({machine_of(result(name)) for name in names})
     commits = sorted({result(name).get("commit", "not recorded") for name in names})
     text = f"Measured on {' and '.join(machines)}; commit: {', '.join(commits)}."
