@@ -100,9 +100,9 @@ def readme_start() -> str:
     gib = {name: installed[f"{name}_mib"] / 1024 for name in ("download", "disk")}
     minutes = max(run["seconds_after_installation"] for run in runs) / 60
     accuracy = min(run["greedy_accuracy"] for run in runs)
-    text = f"""The first command downloads {gib["download"]:.1f} GiB, installs them in {installed["install_s"]:.0f} s
-and needs {gib["disk"]:.0f} GiB of disk. After the installation all steps take {minutes:.1f} minutes. At the end the
-model solves at least {100 * accuracy:.0f} % of held-out problems."""
+    text = f"""The first command downloads {gib["download"]:.1f} GiB, needs {gib["disk"]:.1f} GiB of disk, and takes
+{installed["install_s"]:.0f} s to install ([measured](bench/results/installation.json)). All further steps take
+{minutes:.1f} minutes. At the end the model solves at least {100 * accuracy:.1f} % of held-out problems."""
     return textwrap.fill(text, 100, break_on_hyphens=False)
 
 
@@ -125,7 +125,7 @@ def machine() -> str:
     names = ("trl_comparison", "async_gain", "quickstart")
     machines = sorted({machine_of(result(name)) for name in names})
     commits = sorted({result(name).get("commit", "not recorded") for name in names})
-    text = f"Measured on {' and '.join(machines)}; commit: {', '.join(commits)}."
+    text = f"Measured on {', '.join(machines)}; commits {', '.join(commits)}."
     return textwrap.fill(text, 100, break_on_hyphens=False)
 
 
