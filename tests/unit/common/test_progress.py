@@ -50,7 +50,7 @@ def test_a_thing_counts_when_the_next_is_asked_for(clock: list[float], capsys: p
     assert list(counted(things(), 2, "export", "tensors")) == [0, 1, 2]
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.splitlines()[0] == "export: 1 of 2 tensors, 50%, 20 s left"
+    assert captured.err.splitlines()[0] == "export: 1 of 2 tensors, 50%, 10 s left"
     assert captured.err.splitlines()[-1].startswith("export: 2 of 2 "), "never more than all"
 
 
