@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from common.config.loss import plugins as loss_plugins
 from common.config.schema import BaseConfig
 from common.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, ConfigError, SlipstreamError, UsageError
 from common.process.install import need_packages
+from common.process.progress import bar
 from common.process.run_dir import source_revision, unwritable, write_json
 from common.process.versions import learner_digest, versions
 from launch.certificates import VERSIONS, place, read_model, shape_folder
@@ -104,21 +106,26 @@ def prove(config: BaseConfig, source: Path) -> Iterator[Check]:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="slipstream-") as name:
+    planned, done = trials(config), count(1)
+    whole = bar("certify", 1 + len(planned) + len(CHECKS), "parts")
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as name, whole as show:
         folder = Path(name)
         prepare(folder, config, source)
         tell("miniature: made, and run in Hugging Face transformers")
-        for trial in trials(config):
+        show(next(done))
+        for trial in planned:
             began = time.monotonic()
             ranks = 1 if trial.alone else fold(config.learner).ranks
             run_world(folder, trial.name, ranks)
             what = f"{ranks} rank{'s' * (ranks > 1)}, {trial.dtype}"
             tell(f"megatron: {what}, {time.monotonic() - began:.0f} s")
+            show(next(done))
         evidence = Evidence(folder)
         for part in CHECKS:
             for one in part(evidence):
                 tell(f"{'proven' if one.passed else 'FAILED'}: {one}")
                 yield one
+            show(next(done))
 
 
 def run_world(folder: Path, name: str, ranks: int) -> None:

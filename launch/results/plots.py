@@ -157,9 +157,18 @@ def _draw(
 
 
 def write_page(
-    path: Path, title: str, notes: Sequence[str], differences: Rows, summary: Rows, pictures: Mapping[str, str]
+    path: Path,
+    title: str,
+    first: str,
+    notes: Sequence[str],
+    differences: Rows,
+    summary: Rows,
+    pictures: Mapping[str, str],
 ) -> Path:
-    """Tables have a head; without `differences` there is no such table. `pictures`: SVG by axis; the reader chooses."""
+    """Tables have a head; without `differences` there is no such table. `pictures`: SVG by axis; the reader chooses.
+
+    `first`: the text that the page begins with, '' for none.
+    """
     tabs = figures = shown = ""
     for n, (axis, svg) in enumerate(pictures.items()):
         chosen = " checked" * (n == 0)
@@ -170,6 +179,7 @@ def write_page(
         shown += f"body:has(#axis-{n}:not(:checked)) #picture-{n} {{ display: none; }}\n"
     text = Template(Path(__file__).with_name("page.html").read_text()).substitute(
         title=escape(title),
+        first=f'<pre class="wide">{escape(first)}</pre>' if first else "",
         notes="".join(f"<p>{escape(note)}</p>" for note in notes),
         differences="<h2>Differences of the configs</h2>" + _table(differences) if differences else "",
         summary=_table(summary),

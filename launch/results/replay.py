@@ -25,6 +25,7 @@ from common.metrics import StepMetrics
 from common.process.install import need_packages
 from common.process.lifecycle import DrainFlag
 from common.process.logs import log_path
+from common.process.progress import bar
 from common.process.run_dir import BrokerFile, RunDir, write_json
 from common.run_reader import MetricsTail, read_tail
 from launch.resolve_target import checked, config_of, find_run
@@ -229,7 +230,7 @@ def run_replay(plan: Replay, recording: Recording, steps: list[ReplayedStep]) ->
     state = preloaded(run_info(plan.config, b""), recording, plan.steps)
     tail = MetricsTail(plan.run.metrics, StepMetrics)
     supervisor = Supervisor(lambda kind, detail: None)  # the learner's end is looked at
-    with serving(state, plan.config, plan.run):
+    with serving(state, plan.config, plan.run), bar("replay", len(plan.steps), "steps") as show:
         log = log_path(plan.run.logs, "learner", "0")
         learner = supervisor.start(RoleSpec("learner", role_command(["learner", str(plan.run.config)]), log))
         try:
@@ -239,6 +240,7 @@ def run_replay(plan: Replay, recording: Recording, steps: list[ReplayedStep]) ->
                 for found in tail.lines[len(steps) :]:
                     steps.append(compare(originals.get(found.step), found))
                     print(line(steps[-1]), flush=True)
+                    show(len(steps))
                 check_progress(state.learner.report)
             if learner.running:
                 raise SlipstreamError(f"{flag.reason}: the replay was stopped after {len(steps)} steps")

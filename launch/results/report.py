@@ -1,4 +1,7 @@
-"""slipstream report RUN [RUN ...]: a table on the terminal; pictures, a page and summary.json in a folder."""
+"""slipstream report RUN [RUN ...]: one page on the terminal; pictures, report.html and summary.json in a folder.
+
+Of one job the page says whether it learned, where time went and what to change; of several runs it is a table.
+"""
 
 import argparse
 import importlib.util
@@ -26,6 +29,7 @@ from launch.observe.advisor import advice_for
 from launch.observe.observation import summed
 from launch.resolve_target import any_config_of, find_run
 from launch.results.comparison import Compared, grouped
+from launch.results.one_page import page_rows, text_of
 
 STEP_TIMES: dict[str, Callable[[StepMetrics], OptFloat]] = {
     "step": lambda line: line.step_s,
@@ -68,7 +72,7 @@ def write_report(words: Sequence[str], out: str | None) -> None:
         raise UsageError(f"{kinds[True]} is a warm start and {kinds[False]} an RL job: their metrics are not the same")
     alone = next(iter(found.values()))[1] if len(words) == 1 else None
     folder = Path(out) if out else alone.report if alone else new_folder(found)
-    runs, summaries, notes = read(list(found.values()), alone is not None)
+    runs, summaries, notes, first = read(list(found.values()), alone is not None)
     differing = [] if alone else difference_rows({each.label: each.config for each in runs})
     rows = summary_rows(summaries)
     document = summaries[runs[0].label] if alone else {"runs": summaries, "differences": differing}
@@ -81,22 +85,34 @@ def write_report(words: Sequence[str], out: str | None) -> None:
     try:
         write_json(folder / "summary.json", document)
         files, pictures = draw_all(runs, folder)
-        written = [write_page(folder / "report.html", ", ".join(summaries), notes, differing, rows, pictures), *files]
+        title = ", ".join(summaries)
+        written = [write_page(folder / "report.html", title, first, notes, differing, rows, pictures), *files]
     except OSError as error:
         raise unwritable("--out", folder, error) from None
     columns = [Column(no_wrap=True), *(Column(overflow="fold") for _ in runs)]
     table = Table(*columns, box=None, pad_edge=False, show_header=False)
     for row in [*differing, [""], *rows]:
         table.add_row(*map(Text, row))
-    Console().print(table, *notes, "written: " + ", ".join(map(str, written)), sep="\n", soft_wrap=True, markup=False)
+    Console().print(
+        Text(first) if first else table,
+        *notes,
+        "written: " + ", ".join(map(str, written)),
+        sep="\n",
+        soft_wrap=True,
+        markup=False,
+    )
 
 
-def read(found: list[Named], alone: bool) -> tuple[list[Compared], dict[str, Figures], list[str]]:
-    """The runs that have steps, their summaries by label, and notes. Raises SlipstreamError when there is none."""
+def read(found: list[Named], alone: bool) -> tuple[list[Compared], dict[str, Figures], list[str], str]:
+    """The runs that have steps, their summaries by label, notes, and of one job its first page.
+
+    Raises SlipstreamError when no run has steps.
+    """
     names = [run.path.resolve().name if config is None else config.run.name for _, run, config in found]
     runs: list[Compared] = []
     summaries: dict[str, Figures] = {}
     notes: list[str] = []
+    first = ""
     for (word, run, config), name in zip(found, names, strict=True):
         tail = read_tail(run.metrics, StepMetrics if config is None else config.step_metrics)
         if not tail.lines and alone:
@@ -108,7 +124,9 @@ def read(found: list[Named], alone: bool) -> tuple[list[Compared], dict[str, Fig
         if config is not None and config.rl is None:
             summaries[label] = summarise_warm_start(config, cast("MetricsTail[SftMetrics]", tail))
         else:
-            summaries[label] = summarise(run, cast("MetricsTail[StepMetrics]", tail), config.rl if config else None)
+            job, steps = config.rl if config else None, cast("MetricsTail[StepMetrics]", tail)
+            summaries[label] = summarise(run, steps, job)
+            first = text_of(label, page_rows(summaries[label], steps, job)) if alone else ""
         runs.append(Compared.of(label, config, tail, alone))
         if runs[-1].size > 1:
             notes.append(f"{label}: every point is the mean of {runs[-1].size} steps, or of a maximum the largest.")
@@ -116,7 +134,7 @@ def read(found: list[Named], alone: bool) -> tuple[list[Compared], dict[str, Fig
         raise SlipstreamError("none of these runs has steps yet")
     if len(grouped(runs)) < len(runs):
         notes.append("A curve of several seeds is their mean; its band reaches from the least to the largest of them.")
-    return runs, summaries, notes
+    return runs, summaries, notes, first
 
 
 def new_folder(runs: Iterable[Path]) -> Path:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 
@@ -129,12 +130,12 @@ def evaluate(args: argparse.Namespace) -> int:
     model = Path(args.model) if args.model else run.model
     setup_logging("eval", "0", run.logs, config.telemetry.log_level)
     os.environ.update(thread_environment(config.rollout.threads))
-    with output_to(log_path(run.logs, "eval", "0")):
+    with output_to(log_path(run.logs, "eval", "0")) as terminal:
         from rollout_fleet.engine.engine import import_ahead
         from rollout_fleet.node.evaluate import run_eval
 
         import_ahead(config, model)
-        result = run_eval(downloaded(config), model)
+        result = run_eval(downloaded(config), model, None if args.json else terminal)
     write_json(run.path / "eval.json", result)
     if args.json:
         print(msgspec.json.encode(result).decode())
@@ -147,15 +148,19 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def output_to(path: Path) -> Iterator[None]:
-    """Send what this process and its children print to a file, so that libraries do not talk over the result."""
+def output_to(path: Path) -> Iterator[TextIO]:
+    """Send what this process and its children print to a file, so that libraries do not talk over the result.
+
+    It gives stderr as it was, for progress.
+    """
     saved = {number: os.dup(number) for number in (1, 2)}
     sys.stdout.flush()
     try:
         with path.open("ab") as log:
             for number in saved:
                 os.dup2(log.fileno(), number)
-        yield
+        with os.fdopen(os.dup(saved[2]), "w") as terminal:
+            yield terminal
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -17,6 +17,7 @@ from common.config.schema import LearnerConfig, MoeConfig, ParallelConfig
 from common.errors import ConfigError
 from common.hub import SCHEME
 from common.process.lifecycle import leave
+from common.process.progress import counted
 from common.process.run_dir import RunDir
 from learner.checkpoint.folder import MODEL_FOLDER
 from learner.rank_process import RankProcess, guard
@@ -43,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
     RankProcess("export", RunDir(words.config.parent), config.learner.threads, config.telemetry.log_level)
     import learner.megatron.backend  # noqa: F401  (after the checks: takes seconds, and prepares for megatron)
     from learner.megatron import checkpoint, critic, parallel, start_weights
-    from learner.megatron.conversion.export import Exporter
+    from learner.megatron.conversion.export import Exporter, write_folder
     from learner.megatron.conversion.hf_folder import read_config
     from learner.megatron.conversion.model import DTYPES, build
     from learner.megatron.lora import Adapters
@@ -66,7 +67,9 @@ def run(arguments: Sequence[str]) -> int:
             name = read_converted(source).source if is_converted(source) else named.model.path
             adapters.save(words.out, name.removeprefix(SCHEME).partition("@")[0] if name.startswith(SCHEME) else name)
         else:
-            Exporter(built, adapters).save(source, words.out)
+            names = built.bridge.hf_pretrained.state.source.get_all_keys()
+            tensors = counted(Exporter(built, adapters).tensors(), len(names), "export", "tensors")
+            write_folder(source, words.out, tensors)
     parallel.shutdown()
     logger.info("%s is written to %s", words.checkpoint, words.out)
     return 0

@@ -5,8 +5,10 @@ Every evaluation.every steps, and at the end, the loss of the held-out rows join
 """
 
 import logging
+import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,7 @@ from msgspec import UNSET, UnsetType
 from common.config.schema import SftConfig
 from common.hub import load_tokenizer
 from common.metrics import SftMetrics
+from common.process.progress import Show, bar
 from learner.backend_protocol import Backend
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.batch.packing import Document, pack_for
@@ -66,6 +69,8 @@ class SftSource(BatchSource):
         self._config = config
         self._stop_requested = stop_requested
         self._logged_s = time.monotonic()
+        self._shown = ExitStack()
+        self._show: Show | None = None
         self._validation: Validation | None = None
         self._validation_loss: float | UnsetType = UNSET  # after the newest step; unset: not validated
 
@@ -81,7 +86,14 @@ class SftSource(BatchSource):
         if reason := self._stop_requested():
             logger.info("draining: %s", reason)
             return Drain()
+        if self._show is None:  # a log has a line of its own
+            shown = bar("warm start", self._config.run.steps, "steps", quiet=not sys.stderr.isatty(), before=step)
+            self._show = self._shown.enter_context(shown)
+            self._began = (time.monotonic(), step)
         return Train(step)
+
+    def close(self, state: str, version: int, reason: str) -> None:
+        self._shown.close()
 
     def batch(self, step: int) -> tuple[TrainingBatch, list[Update]]:
         """Every rank reads and packs the rows by itself."""
@@ -105,8 +117,13 @@ class SftSource(BatchSource):
         steps = self._config.run.steps
         result = step.result
         if (now := time.monotonic()) - self._logged_s >= LOG_EVERY_S or number + 1 == steps:
-            logger.info("step %d of %d: loss %.4f, %.3f s", number + 1, steps, result.loss, step.times.step_s)
+            began_s, first = self._began
+            left_s = (now - began_s) * (steps - number - 1) / (number + 1 - first)
+            said = (number + 1, steps, result.loss, step.times.step_s, left_s)
+            logger.info("step %d of %d: loss %.4f, %.3f s; %.0f s left", *said)
             self._logged_s = now
+        if self._show is not None:
+            self._show(number + 1)
         return SftMetrics(
             step=number,
             time_s=time.time(),

@@ -1,9 +1,10 @@
 """Accuracy on held-out problems, through the same engine, driver and environment as training."""
 
 import asyncio
-from itertools import chain
+from collections.abc import Callable
+from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -12,6 +13,7 @@ from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
 from common.evaluation import UNSCORED, EvalResult, dataset_names
 from common.json_lines import dataset_rows
+from common.process.progress import bar
 from common.rollouts import Sample
 from rollout_fleet.driver_factory import build_driver
 from rollout_fleet.environments.isolation.thread_backend import EnvironmentThread
@@ -19,11 +21,11 @@ from rollout_fleet.episode.driver import Sampling
 from rollout_fleet.episode.sampler_protocol import Sampler
 
 
-def run_eval(config: Config, model_path: Path) -> EvalResult:
+def run_eval(config: Config, model_path: Path, out: TextIO | None = None) -> EvalResult:
     """Evaluate a Hugging Face folder with its tokenizer on evaluation.datasets, all together and each.
 
-    Raises UsageError without dataset or model or for an unusable environment, SlipstreamError when the engine failed or
-    no sample has a score.
+    `out`: where its progress is shown; None: nowhere. Raises UsageError without dataset or model or for an unusable
+    environment, SlipstreamError when the engine failed or no sample has a score.
     """
     key = "evaluation.datasets"
     datasets = config.evaluation.paths
@@ -40,7 +42,7 @@ def run_eval(config: Config, model_path: Path) -> EvalResult:
     model = msgspec.structs.replace(config.model, path=str(model_path))
     config = msgspec.structs.replace(config, model=model)
     jobs = {name: _untrained(config.sources[source]) for name, source in sources.items()}
-    return asyncio.run(_with_engine(config, problems, jobs))
+    return asyncio.run(_with_engine(config, problems, jobs, out))
 
 
 def _untrained(config: Config) -> Config:
@@ -49,7 +51,7 @@ def _untrained(config: Config) -> Config:
 
 
 async def _with_engine(
-    config: Config, problems: dict[str, list[dict[str, Any]]], jobs: dict[str, Config]
+    config: Config, problems: dict[str, list[dict[str, Any]]], jobs: dict[str, Config], out: TextIO | None
 ) -> EvalResult:
     """`jobs`: that of the source to which each dataset belongs."""
     from rollout_fleet.engine.engine import Engine
@@ -60,10 +62,13 @@ async def _with_engine(
         for job in jobs.values():
             build_driver(job, engine, thread)  # a config error shows before the engine starts
         await engine.start()
-        found = {
-            name: [await evaluate(engine, jobs[name], rows, greedy, thread) for greedy in (True, False)]
-            for name, rows in problems.items()
-        }
+        with bar("eval", 2 * sum(map(len, problems.values())), "episodes", quiet=out is None, out=out) as show:
+            done = count(1)
+            tell = lambda: show(next(done))  # noqa: E731
+            found = {
+                name: [await evaluate(engine, jobs[name], rows, greedy, thread, tell) for greedy in (True, False)]
+                for name, rows in problems.items()
+            }
     finally:
         await engine.shutdown()
         thread.close()
@@ -78,15 +83,25 @@ def _result(greedy: list[Sample], sampled: list[Sample]) -> EvalResult:
 
 
 async def evaluate(
-    sampler: Sampler, config: Config, problems: list[dict[str, Any]], greedy: bool, thread: EnvironmentThread
+    sampler: Sampler,
+    config: Config,
+    problems: list[dict[str, Any]],
+    greedy: bool,
+    thread: EnvironmentThread,
+    tell: Callable[[], None] = lambda: None,
 ) -> list[Sample]:
-    """One episode per problem, `rollout.concurrency` at a time, in the order of `problems`."""
+    """One episode per problem, `rollout.concurrency` at a time, in the order of `problems`.
+
+    `tell` is called after each.
+    """
     driver = build_driver(config, sampler, thread, Sampling(temperature=0.0) if greedy else None)
     slots = asyncio.Semaphore(config.rollout.concurrency_bounds[1])
 
     async def one(index: int, problem: dict[str, Any]) -> Sample:
         async with slots:
-            return await driver.run(problem, config.run.seed + index)
+            sample = await driver.run(problem, config.run.seed + index)
+        tell()
+        return sample
 
     try:
         return await asyncio.gather(*(one(i, p) for i, p in enumerate(problems)))

@@ -63,11 +63,12 @@ def test_summary_has_the_figures_of_the_run_and_every_plot_shows_something(run, 
     ages = {"0": pytest.approx(0.1), "1": pytest.approx(weighted), "9 and more": pytest.approx(0.5)}
     assert summary["mismatch_by_staleness"] == ages
     out = capsys.readouterr().out
-    for word in ("first 5 steps", "0.100", "greedy accuracy", "over_steps.png"):
+    for word in ("it learned", "first 5 steps", "0.100", "0.990 greedy", "over_steps.png"):
         assert word in out
     names = {path.name for path in run.report.glob("*.png")}
     assert names == {f"over_{axis}.png" for axis in ("steps", "samples", "tokens", "seconds")} - {"over_samples.png"}
     page = (run.report / "report.html").read_text()
+    assert "it learned: reward 0.100" in page.partition("<svg")[0], "the page begins with the verdict"
     assert "Samples of several versions" not in page, "it has no points"
     titles = (
         "Reward",

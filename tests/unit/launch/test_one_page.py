@@ -1,0 +1,117 @@
+"""The first page of `slipstream report`: its verdict, its lines, and the rules that name a key."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.metrics import StepMetrics
+from common.run_reader import MetricsTail, read_tail
+from launch.results.one_page import changes, page_rows, shares, trend
+from launch.results.report import summarise
+from tests.unit.launch.test_report import line
+
+STEPS = 20
+RISE, NOISE = [n / 20 for n in range(20)], [0.4 + 0.1 * (n % 2) for n in range(20)]
+QUIET = {"advantage_zero_fraction": 0.0, "truncated_fraction": 0.0, "samples": 64, "tokens_expired": 0}
+
+
+def written(run, **figures: Any) -> MetricsTail[StepMetrics]:
+    """The metrics of a run of STEPS steps with these figures; a list has one of each step."""
+    rows = []
+    for step in range(STEPS):
+        own = {
+            name: each[step] if isinstance(each, list) and len(each) == STEPS else each
+            for name, each in figures.items()
+        }
+        rows.append({**line(step), **QUIET, **own})
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read_tail(run.metrics, StepMetrics)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "found"),
+    [
+        (RISE, "rose"),
+        (RISE[::-1], "fell"),
+        ([*RISE, *[0.1, 0.12] * 10], "fell"),  # from its best, though it ends where it began
+        ([*RISE, *[0.94, 0.9] * 10], "rose"),
+        (NOISE, "flat"),
+        ([0.5] * 20, "flat"),
+        (RISE[:14], "short"),
+    ],
+)
+def test_a_verdict_is_about_more_than_noise(rewards: list[float], found: str) -> None:
+    assert trend(rewards) == found
+
+
+def test_the_page_has_every_line_of_a_run_and_fits_a_chat(run, config) -> None:
+    tail = written(run, groups_filtered=2, samples_failed_by_reason={"timeout": 3})
+    rows = page_rows(summarise(run, tail, config), tail, config)
+    text = dict(rows)
+    assert [label for label, _ in rows if label] == [
+        "verdict", "reward", "held out", "staleness", "time", "wasted", "change",
+    ]  # fmt: skip
+    assert text["verdict"].startswith("it learned: reward 0.100 (first 5 steps) to 0.725 (last 10); 20 of ")
+    assert "slipstream eval RUN" in text["held out"]
+    assert text["staleness"] == f"mean 1.00, largest 2 of {config.staleness.max} allowed, in versions"
+    whole = "\n".join(each for _, each in rows)
+    assert "5 of 2,400 generated tokens (0.2%): 5 lost" in whole
+    assert "40 groups filtered, all rewards equal, 60 samples failed (timeout)" in whole
+    assert "█ training 50%  ░ waiting for groups 25%  · other 25%" in whole
+    assert text["time"].startswith("█" * 24 + "░" * 12 + "·" * 12)
+    assert len(rows) <= 16 and all(len(each) <= 130 for _, each in rows)
+
+
+def test_evaluations_are_a_curve_with_the_newest_interval(run, config) -> None:
+    tail = written(run)
+    known = {"kind": "evaluation", "time_s": 1.0, "dataset": "held.jsonl", "problems": 64, "samples": 1, "failed": 0}
+    known |= {"temperature": 0.0, "pass_at": {}, "pass_at_low": {}, "pass_at_high": {}, "truncated_fraction": 0.0}
+    known |= {"length_mean": 1.0, "tokens": 1, "seconds": 1.0}
+    values = [(version, 0.2 + version / 40) for version in (0, 10, 20)]
+    more = [
+        {
+            **known,
+            "step": v,
+            "policy_version": v,
+            "mean_reward": x,
+            "mean_reward_low": x - 0.1,
+            "mean_reward_high": x + 0.1,
+        }
+        for v, x in values
+    ]
+    run.metrics.write_text(run.metrics.read_text() + "".join(json.dumps(each) + "\n" for each in more))
+    tail = read_tail(run.metrics, StepMetrics)
+    found = dict(page_rows(summarise(run, tail, config), tail, config))["held out"]
+    assert found == "0.200 ▁▅█ 0.700 (95 %: 0.600 to 0.800) on 64 problems of held.jsonl, version 20"
+
+
+@pytest.mark.parametrize(
+    ("figures", "key", "evidence"),
+    [
+        ({"reward_mean": RISE[::-1]}, "learner.optimizer.lr: less than", "fell from its best"),
+        ({"truncated_fraction": 0.25}, "rollout.max_tokens: more than", "25% of samples are cut"),
+        ({"advantage_zero_fraction": 0.75}, "tasks.dataset: harder problems", "75% of groups have equal rewards"),
+        ({"advantage_zero_fraction": 0.75, "reward_mean": NOISE}, "learner.dynamic_sampling: true", "75% of groups"),
+        ({"tokens_expired": 100}, "staleness.max: more than 2", "2,000 tokens were too old"),
+        ({"effective_sample_fraction": 0.25}, "staleness.max: less than 2", "25% of the tokens"),
+        ({"samples_failed": 16}, "tasks: ", "25% of samples failed"),
+        ({"checkpoint_s": 0.5}, "learner.checkpoint.every: more than", "25% of the time"),
+    ],
+)
+def test_a_rule_names_its_key_and_its_evidence(run, config, figures: dict[str, Any], key: str, evidence: str) -> None:
+    staleness = msgspec.structs.replace(config.staleness, max=2)
+    config = msgspec.structs.replace(config, staleness=staleness)
+    quiet, said = changes(written(run), config), changes(written(run, **figures), config)
+    assert not any(each.startswith(key) for each in quiet)
+    assert [each for each in said if each.startswith(key)] and any(evidence in each for each in said)
+
+
+def test_lines_without_times_have_no_bar(run) -> None:
+    assert shares(written(run, step_s=None)) == {}
+
+
+def test_groups_with_equal_rewards_teach_what_a_teacher_says(run, config) -> None:
+    tail = written(run, advantage_zero_fraction=0.75, teacher_s=0.5)
+    assert not any("equal rewards" in each for each in changes(tail, config))
