@@ -30,7 +30,7 @@ from bench.figures import (
     values,
 )
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]
 MARKS = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 LENGTHS = {"tail": "heavy-tailed lengths", "long": "600 to 1,900 tokens", "short": "100 tokens on average"}
 SECTIONS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("sections.yaml").read_text())
@@ -94,49 +94,38 @@ def first_row(name: str, *words: str) -> Row:
     return next(row for row in section_rows(name) if all(word in row.what for word in words))
 
 
+def readme_start() -> str:
+    """The cost of the first command."""
+    installed, runs = result("installation")["runs"][-1], result("quickstart")["runs"]
+    gib = {name: installed[f"{name}_mib"] / 1024 for name in ("download", "disk")}
+    minutes = max(run["seconds_after_installation"] for run in runs) / 60
+    accuracy = min(run["greedy_accuracy"] for run in runs)
+    text = f"""The first command downloads {gib["download"]:.1f} GiB, needs {gib["disk"]:.1f} GiB of disk, and takes
+{installed["install_s"]:.0f} s to install ([measured](bench/results/installation.json)). All further steps take
+{minutes:.1f} minutes. At the end the model solves at least {100 * accuracy:.1f} % of held-out problems."""
+    return textwrap.fill(text, 100, break_on_hyphens=False)
+
+
 def readme_reasons() -> str:
-    """The reasons to switch, each with its figure."""
-    tail = first_row("trl_comparison", "samples", "long tails")
+    """Three reasons, each with a figure that says who wins and by how much."""
+    tail, short = (first_row("trl_comparison", "samples", name) for name in ("long tails", "short answers"))
     half = first_row("async_gain", "same steps")
     killed = first_row("guarantees", "broker_killed")
     faults = len(result("guarantees")["scenarios"])
-    gradient = max(float(row["worst gradient error"]) for row in result("layouts")["rows"])
-    largest = first_row("quickstart", "staleness")
-    return f"""- **Generation and training overlap.** The quickstart needs {half.range} of the synchronous time.
-  With long-tailed answers it trains {tail.range} times as many samples per second as TRL's
-  fastest way, which is asynchronous too.
-- **Staleness is a hard bound per token.** With `staleness.max: 2` no trained token was more than
-  {largest.value} old, and the loss [corrects](docs/algorithms.md) for the rest.
-- **Every group is in one committed step.** Real processes are killed, stopped and cut off in
-  [{faults} faults](docs/guarantees.md). Without a model, the next broker needs {killed.value} for
-  three new steps.
-- **Layouts are tested.** {len(result("layouts")["rows"])} cases of parallelism give Hugging Face's
-  [gradients](docs/layouts.md) to {gradient:.0e}, on CPUs. Every loss is tested against its formula.
-- **It needs no Ray, and it explains every wait.** Learner, broker and nodes are ordinary processes.
-  `slipstream status` says [which process waits for which](docs/stalls.md), and since when."""
-
-
-def readme_table() -> str:
-    redis = first_row("broker_overhead", "pickled", "1,280")
-    rows = [
-        *(
-            (f"TRL 1.16, {name}", "our samples per second", first_row("trl_comparison", "samples", name))
-            for name in TRL
-        ),
-        ("bare Megatron-Core", "our CPU time of a step", first_row("step_overhead", "Megatron", "wide")),
-        ("Redis stream of pickled lists", "its CPU per group, ours in memory", redis),
-        ("bare vLLM, one turn", "our tokens per second", first_row("node_throughput", "per second", "one turn")),
-        ("bare vLLM, four turns", "our tokens per second", first_row("node_throughput", "per second", "four turns")),
-    ]
-    cells = [[name, what, f"{row.value} times", row.range] for name, what, row in rows]
-    return table(["against", "figure", "median", "range over rounds"], cells)
+    return f"""- **Long answers train faster.** With long-tailed answers Slipstream trains {tail.value} times as many
+  samples per second as TRL 1.16's fastest way, which is asynchronous too. With short answers it is
+  {short.value} times: about equal.
+- **Generation and training overlap, within a bound.** With `staleness.max: 2` the quickstart needs
+  {half.range} of the synchronous time. The loss [corrects](docs/choosing.md) for the age.
+- **Every group is in exactly one committed step.** Real processes are killed, stopped and cut off
+  in [{faults} faults](docs/guarantees.md). After a killed broker three new steps take {killed.value}."""
 
 
 def machine() -> str:
-    names = ("trl_comparison", "step_overhead", "broker_overhead", "node_throughput")
+    names = ("trl_comparison", "async_gain", "quickstart")
     machines = sorted({machine_of(result(name)) for name in names})
     commits = sorted({result(name).get("commit", "not recorded") for name in names})
-    text = f"Measured on {' and '.join(machines)}; commit: {', '.join(commits)}."
+    text = f"Measured on {', '.join(machines)}; commits {', '.join(commits)}."
     return textwrap.fill(text, 100, break_on_hyphens=False)
 
 
@@ -168,7 +157,6 @@ def packing() -> str:
     return f"{provenance('packing')}\n\n{table(head, rows)}"
 
 
-TRL = ("short answers", "long tails", "several turns")
 IMBALANCES = ("before_mean", "mean", "most")
 
 
@@ -199,7 +187,7 @@ def all_sections() -> str:
 
 
 FUNCTIONS = (
-    readme_reasons, readme_table, machine, adaptive, packing, faults,
+    readme_start, readme_reasons, machine, adaptive, packing, faults,
 )  # fmt: skip
 BLOCKS: dict[str, Callable[[], str]] = {  # by the name of the mark
     **{function.__name__.replace("_", "-"): function for function in FUNCTIONS},

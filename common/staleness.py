@@ -2,7 +2,7 @@
 
 Step s trains at policy version s and produces s + 1. A step consumes `groups_per_step` (B) groups.
 Task n is due at step due(n) = floor((n - P) / B). P counts the tasks with lower serials that a later task replaced:
-dead ones, and groups that a step filtered (docs/adr/0002, 0004). A node with version w may lease n only while
+dead ones, and groups that a step filtered (docs/decisions.md). A node with version w may lease n only while
 due(n) - w <= max (k), with P as it is at that moment. Where task 0 is due at a later step than 0, because a learner
 resumed with a new broker, steps and versions count from there.
 

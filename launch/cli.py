@@ -193,7 +193,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_sweep_arguments(made["sweep"])
     made["init"].add_argument("dir", metavar="DIR", type=Path, help="a new or empty folder")
     convert = made["convert"]
-    convert.epilog = "docs/models.md says what is in DIR, and which roles read it."
+    convert.epilog = "docs/models.md says which roles read DIR."
     convert.add_argument("model", metavar="MODEL", help="Hugging Face folder, or OWNER/NAME of the hub")
     convert.add_argument("dir", metavar="DIR", help="a new or empty folder")
     convert.add_argument("--no-verify", action="store_true", help="without the forward check of the translation")

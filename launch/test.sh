@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# The checks of CI: launch/test.sh [fast] [pytest arguments]
+# The checks of CI: launch/test.sh [fast] [pytest arguments], or launch/test.sh examples [NAME ...]
 #   (nothing)  lint, types, import contracts, words, the bare base install, every test, and some engines again with vLLM's
 #              AVX2 library; every architecture is tried in the environment with the learner's pins alone
 #   gpu        `slipstream selftest` with this machine's environments; nothing is installed
+#   examples   every example of examples/, or those named, as its README says; figures go to bench/results/examples.json
 #   fast       lint, types, import contracts, words and the tests that are not marked slow; at most 90 s after set-up
 # Arguments choose other tests; the checks still run. But for gpu, the environment is set up first.
 set -euo pipefail
@@ -30,6 +31,12 @@ if [ "${1:-}" = gpu ]; then
   for python in .venv-learner/bin/python .venv/bin/python python3; do
     command -v "$python" >/dev/null && exec "$python" -m launch.cli selftest "$@"
   done
+fi
+
+if [ "${1:-}" = examples ]; then
+  shift
+  bash launch/setup.sh cpu
+  exec .venv/bin/python bench/example_runs.py "$@"
 fi
 
 fast=""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("bench", "broker", "common", "configs", "docs", "launch", "learner", "rollout_fleet", "tests")
+FOLDERS = ("bench", "broker", "common", "configs", "docs", "examples", "launch", "learner", "rollout_fleet", "tests")
 SUFFIXES = (".md", ".py", ".sh", ".yaml")
 MAX_WORDS, MAX_COLUMNS = 25, 100
 LOGGING = {"debug", "info", "warning", "error", "exception", "critical"}

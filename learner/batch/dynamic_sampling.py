@@ -1,8 +1,8 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups without signal are left out, others take their place.
 
 A group whose rewards are all equal has zero advantages. With `learner.dynamic_sampling` a step trains on none of them
-and takes further groups instead: at most MOST_TAKEN times as many as it trains on. ADR 4 (docs/adr) says how admission
-allows for that. The decision depends on the groups alone, so a replay decides the same.
+and takes further groups instead: at most MOST_TAKEN times as many as it trains on. The page docs/decisions.md says how
+admission allows for that. The decision depends on the groups alone, so a replay decides the same.
 """
 
 from common.rollouts import Group

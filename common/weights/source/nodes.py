@@ -5,7 +5,7 @@ state and actions. An event that means nothing in the node's state changes nothi
 takes to which node: a broadcast or a fetch by relay.
 
 The state machine has no socket, thread or clock. The control thread of publisher.py feeds the events and carries out
-the actions. docs/weights.md shows the states.
+the actions. `NodeState` has the states.
 """
 
 import ipaddress

@@ -28,10 +28,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Fused kernels of Apex and Transformer Engine.
 _FUSED_ONLY = (
     "apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion", "cross_entropy_loss_fusion",
-    "gradient_accumulation_fusion", "masked_softmax_fusion", "moe_permute_fusion", "moe_router_fusion",
+    "masked_softmax_fusion", "moe_permute_fusion", "moe_router_fusion",
     "persist_layer_norm", "moe_shared_expert_overlap",
 )  # fmt: skip
-_APEX = "fused_weight_gradient_mlp_cuda"  # its kernel that adds products to the gradients
+_APEX = "fused_weight_gradient_mlp_cuda"  # its kernel that adds products to the gradients, and the key of that
+_ACCUMULATION = "gradient_accumulation_fusion"
 
 
 @dataclass
@@ -187,12 +188,11 @@ def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig, reco
         provider.overlap_p2p_comm = True
         provider.batch_p2p_comm = False
         provider.deallocate_pipeline_outputs = False
-    if not compat.fused():
-        for name in _FUSED_ONLY:
-            if hasattr(provider, name):
-                setattr(provider, name, False)
-    elif find_spec(_APEX) is None:  # DeepSeek's bridge asks for it all the same
-        provider.gradient_accumulation_fusion = False
+    for name in () if compat.fused() else _FUSED_ONLY:
+        if hasattr(provider, name):
+            setattr(provider, name, False)
+    if not compat.fused() or find_spec(_APEX) is None:  # DeepSeek's bridge asks for it all the same
+        setattr(provider, _ACCUMULATION, False)
     spec = provider.transformer_layer_spec
     if isinstance(spec, functools.partial) and "use_transformer_engine" in spec.keywords:
         spec.keywords["use_transformer_engine"] = True  # layers.py may stand in for it

@@ -137,4 +137,4 @@ def test_the_deadlines_on_the_page_of_weights_are_those_of_the_code() -> None:
 
 
 def test_the_readme_can_be_read_in_two_minutes() -> None:
-    assert len((ROOT / "README.md").read_text().split()) <= 900
+    assert len((ROOT / "README.md").read_text().split()) <= 700

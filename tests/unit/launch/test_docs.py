@@ -6,14 +6,18 @@ from pathlib import Path
 import pytest
 
 from common.config.loading import key_paths
-from common.config.schema import Config, SftLearnerConfig
+from common.config.schema import Config, SftConfig, SftLearnerConfig
 from launch.cli import COMMANDS
 from tests.docs_reference import DOCS, config_page, filled, metrics_page
 from tests.rigs.processes import ROOT
 
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "ROADMAP.md", "SECURITY.md", "configs/README.md")
-PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
+BELOW = [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+PAGES = [*(ROOT / name for name in TOP), *BELOW]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+WRITTEN = [page for page in PAGES if page.parent == DOCS and page.name not in ("config.md", "metrics.md")]
+MADE = re.compile(r"<!-- (figures: [\w-]+|example) -->.*?<!-- end[\w ]* -->", re.DOTALL)  # by a program
+SECTIONS = "run|model|tasks|learner|rollout|broker|staleness|weights|telemetry|evaluation|scorers"
 FOLDERS = "bench|broker|common|configs|docs|launch|learner|requirements|rollout_fleet|tests"
 
 
@@ -39,6 +43,24 @@ def test_the_index_has_every_page_and_the_pages_of_commands_and_configs_every_on
     assert [name for name in COMMANDS if not re.search(rf"\b{name}\b", table)] == []
     text = (ROOT / "configs" / "README.md").read_text()
     assert [path.stem for path in (ROOT / "configs").glob("*.yaml") if f"`{path.stem}`" not in text] == []
+
+
+def test_every_page_is_short_and_all_of_them_are() -> None:
+    """A word has a letter or a digit. The output of a program does not count."""
+    words = {page.name: len(re.findall(r"\S*\w\S*", MADE.sub("", page.read_text()))) for page in WRITTEN}
+    assert {name: count for name, count in words.items() if count > 1_200} == {}
+    assert sum(words.values()) <= 40_000
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *WRITTEN], ids=lambda page: page.name)
+def test_every_key_that_a_page_names_exists(page: Path) -> None:
+    keys = {*key_paths(Config), *key_paths(SftConfig)}
+    known = keys | {key.rpartition(".")[0] for key in keys}
+    free = re.compile(
+        r"^scorers|^tasks\.(agents|sources|options)|\.extra|\.(md|py|sh|json|jsonl|log|yaml|sbatch|html|txt)$"
+    )
+    found = re.findall(rf"`((?:{SECTIONS})(?:\.[a-z_]+)+)(?:[:=][^`]*)?`", page.read_text())
+    assert {key for key in found if key not in known and not free.search(key)} == set()
 
 
 # ---------------------------------------------------------------- written by a program

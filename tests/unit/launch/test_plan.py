@@ -26,6 +26,8 @@ NAMED = {
     "qwen3-1.7b-1gpu": dict(world=1, tensor=1, pipeline=1, context=1, expert=1),
     "qwen3-4b-2gpu": dict(world=1, tensor=1, pipeline=1, context=1, expert=1),
     "qwen3-8b-3gpu": dict(world=2, tensor=2, pipeline=1, context=1, expert=1),
+    "qwen3-30b-a3b-9gpu": dict(world=8, tensor=1, pipeline=1, context=1, expert=8),
+    "llama-3.1-70b-lora-4gpu": dict(world=2, tensor=2, pipeline=1, context=1, expert=1),
     "llama-3.1-70b": dict(world=16, tensor=8, pipeline=2, context=1, expert=1),
     "llama-3.1-405b": dict(world=256, tensor=8, pipeline=16, context=2, expert=1),
     "deepseek-v3": dict(world=512, tensor=1, pipeline=16, context=1, expert=32),
@@ -57,7 +59,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             target = tmp_path / file.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, target)
-    for size in ("0.6B", "1.7B", "4B", "8B"):  # a folder wins over the hub
+    for size in ("0.6B", "1.7B", "4B", "8B", "30B-A3B"):  # a folder wins over the hub
         shutil.copytree(tmp_path / "configs" / "models" / f"Qwen3-{size}", tmp_path / "Qwen" / f"Qwen3-{size}")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -103,6 +105,22 @@ def test_the_configs_of_one_model_each_have_the_fewest_80_gb_cards_and_nccl_wher
             assert not fits(least / (cards - 1), card), "they fit fewer"
     first = make_review("configs/qwen3-0.6b-gsm8k.yaml", []).config
     assert isinstance(first, Config) and (first.weights.transport, first.weights.buffers) == ("nccl", "device")
+
+
+def test_30b_and_70b_have_the_fewest_80_gb_cards(here: Path) -> None:
+    """Every card of a role has an equal part at best, and the roles share none."""
+    for name in ("qwen3-30b-a3b-9gpu", "llama-3.1-70b-lora-4gpu"):
+        review = make_review(f"configs/{name}.yaml", [])
+        config, plan, cards, card = review.config, review.plan, int(name[-4]), DEVICES["80 GB"]
+        assert isinstance(config, Config) and plan is not None and plan.rl is not None
+        engine, settings = plan.rl.engine, config.rollout.engine
+        assert fits(plan.fullest.peak, card) and sum(config.device_shares.values()) == cards
+        cache = engine.cache_tokens(card, settings.gpu_memory_utilization)
+        assert cache > settings.max_num_seqs * settings.max_model_len
+        states = plan.parameters * (2 if config.learner.lora else 18)
+        assert not fits(states / (config.learner.world_size - 1), card), "the learner fits fewer"
+        ranks = settings.tensor_parallel
+        assert ranks == 1 or not fits(engine.weight_bytes * ranks / (ranks - 1), card), "the engine fits fewer"
 
 
 @pytest.mark.parametrize(("name", "model", "words"), LARGER)
