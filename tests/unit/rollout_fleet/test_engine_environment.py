@@ -73,6 +73,18 @@ def test_a_share_of_a_gpu_is_asked_for_only_where_it_decides_the_size_of_the_cac
 
 
 @pytest.mark.slow
+def test_an_engine_on_a_gpu_compiles_no_unused_features_at_its_start_unless_it_is_asked_to() -> None:
+    from vllm.config.kernel import KernelConfig
+
+    def warm_up(on_cpu: bool, **engine: Any) -> bool:
+        arguments = Engine(job(**engine), stop_token_ids=[])._arguments(on_cpu)
+        return KernelConfig(**arguments.get("kernel_config", {})).enable_jit_warmup
+
+    assert not warm_up(False)
+    assert warm_up(False, extra={"kernel_config": {}}) and warm_up(True)
+
+
+@pytest.mark.slow
 def test_on_a_gpu_the_proof_reads_in_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     from rollout_fleet.weights import weight_proof
     from rollout_fleet.weights.worker_extension import SlipstreamTransferEngine
