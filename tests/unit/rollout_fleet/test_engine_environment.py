@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
+from common.weights.transports import nccl
 from common.weights.wire import flat_buffer
 from common.weights.wire.layout import Layout
 from rollout_fleet.engine.engine import Engine, _prepare_environment
@@ -102,9 +103,12 @@ def test_on_a_gpu_the_proof_reads_in_a_stream_of_its_own(monkeypatch: pytest.Mon
     monkeypatch.setattr(weight_proof, "checksum", lambda model, layout: done.append("read") or "sum")
     engine = object.__new__(SlipstreamTransferEngine)
     engine.device, engine.model, engine._loaded = torch.device("cuda", 1), None, None
+    engine.workers = cast(Any, SimpleNamespace(lock=lambda: done.append(f"lock after {engine.proof}")))
+    nccl._stream_for.cache_clear()
     engine._prove(1, 2, Layout.of([("w", "float32", (2,))]))
+    nccl._stream_for.cache_clear()  # a later test may ask for a real one
     assert engine.proof == weight_proof.Proof(1, 2, "sum")
-    assert done == ["into a stream of cuda:1", "read", "out of a stream of cuda:1"]
+    assert done == ["into a stream of cuda:1", "read", "out of a stream of cuda:1", f"lock after {engine.proof}"]
 
 
 @pytest.mark.slow
