@@ -150,10 +150,15 @@ def come(folder: Path, staleness: int, command: Command, end: float) -> dict[str
     events = folder / f"staleness-{staleness}/events.jsonl"
     while not (events.exists() and '"first_lease"' in events.read_text()):
         if command.process.poll() is not None or time.monotonic() > end:
-            logs = folder.glob(f"staleness-{staleness}/logs/*.log")
-            said = [path.read_text(errors="replace")[-600:] for path in logs]
+            logs = sorted(
+                folder.glob(f"staleness-{staleness}/logs/*.log"), key=lambda path: path.name.startswith("rollout")
+            )
+            kept = [
+                4000 if path.name.startswith("rollout") else 600 for path in logs
+            ]  # the node says what an engine says
+            said = [path.read_text(errors="replace")[-most:] for path, most in zip(logs, kept, strict=True)]
             command.__exit__()
-            raise RuntimeError("\n".join([*said, command.output()[-300:]]))
+            raise RuntimeError("\n".join([command.output()[-300:], *said]))
         time.sleep(LOOK_S)
     return {"waited_s": round(time.monotonic() - began, 1)}
 
