@@ -37,7 +37,7 @@ def offloaded(base: str, *kinds: str, **more: Any) -> dict[str, Any]:
 EACH: list[tuple[str, ...]] = [(), *((kind,) for kind in KINDS), KINDS]
 OFFLOAD = tried(
     [
-        *(offloaded("fp32", *kinds) for kinds in [(), KINDS]),
+        *(offloaded("fp32", *kinds) for kinds in [(), ("parameters",), KINDS]),
         *(offloaded("bf16", *kinds, dtype="bfloat16") for kinds in EACH),
         *(offloaded("tp2-bf16", *kinds, dtype="bfloat16", parallel={"tensor": 2}) for kinds in [(), KINDS]),
         *(offloaded("pp2", *kinds, parallel={"pipeline": 2}) for kinds in [(), KINDS]),
