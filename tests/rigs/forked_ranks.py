@@ -149,9 +149,28 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 0.
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol, msg=said)
 
 
-def again(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-4) -> None:
-    """`same` for what was computed twice: to the bit, but kernels of CUDA add in any order."""
-    same(found, expected, atol=atol * device.LOOSE if device.CUDA else 0.0)
+def again(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """`same` for what one model computed twice: to the bit, but kernels of CUDA add in any order."""
+    same(found, expected, atol=1e-3 if device.CUDA else 0.0)
+
+
+def moved_alike(
+    before: dict[str, Tensor],
+    found: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    atol: float = 0.0,
+    most: float = 0.2,
+) -> None:
+    """`same` for what training has moved from `before`. On CUDA errors are at most this share of all that moved."""
+    if not device.CUDA:
+        return same(found, expected, atol)
+    assert found and found.keys() == expected.keys() <= before.keys()
+    moved, error = (
+        sum((tensor.double() - other[name].double()).square().sum().item() for name, tensor in expected.items()) ** 0.5
+        for other in (before, found)
+    )
+    assert error <= most * moved, f"{error / (moved or 1.0):.1e} of what moved"
+    return None
 
 
 def approximately(figures: Any) -> Any:
