@@ -150,10 +150,11 @@ def come(folder: Path, staleness: int, command: Command, end: float) -> dict[str
     events = folder / f"staleness-{staleness}/events.jsonl"
     while not (events.exists() and '"first_lease"' in events.read_text()):
         if command.process.poll() is not None or time.monotonic() > end:
-            logs = folder.glob(f"staleness-{staleness}/logs/*.log")
-            said = [path.read_text(errors="replace")[-600:] for path in logs]
+            logs = [(folder / f"staleness-{staleness}/logs").glob(name) for name in ("[!r]*.log", "rollout-*.log")]
+            said = [path.read_text(errors="replace")[-600:] for path in logs[0]]
+            said += [path.read_text(errors="replace")[-4000:] for path in logs[1]]  # with what the engine says
             command.__exit__()
-            raise RuntimeError("\n".join([*said, command.output()[-300:]]))
+            raise RuntimeError("\n".join([command.output()[-300:], *said]))
         time.sleep(LOOK_S)
     return {"waited_s": round(time.monotonic() - began, 1)}
 

@@ -35,6 +35,7 @@ Options = argparse.Namespace
 SMOOTHING = 0.8
 PATIENCE_S = 120
 CPU_SAMPLE_S = 0.2
+ERROR_CHARACTERS = 8000  # that a result keeps, the last ones
 UNKNOWN_CELL_S = 120.0  # the time of a cell that was never measured here
 
 
@@ -85,17 +86,26 @@ def script(**options: Any) -> Callable[[Callable[[Options], Figures]], None]:
     """Decorates `main(arguments)`, the last function of a script: running that writes bench/results/SCRIPT.json.
 
     The file has commit, arguments, machine and load, too. An option `name` replaces SCRIPT, an option `output` the
-    path; with `--dry` the result is printed instead. For `options` see `parser`.
+    path; with `--dry` the result is printed instead. For `options` see `parser`. If a part of the result is an error,
+    the script exits with 1 after that.
     """
 
     def run_as_script(main: Callable[[Options], Figures]) -> None:
         if main.__module__ == "__main__":
             arguments = parser(sys.modules["__main__"].__doc__, **options).parse_args()
-            path = write(arguments, main(arguments))
+            figures = main(arguments)
+            path = write(arguments, figures)
             if path is not None:
                 print(f"{path} is written; python -m bench.pages brings results to the pages")
+            if failed := failures(figures):
+                raise SystemExit(f"failed: {', '.join(failed)}")
 
     return run_as_script
+
+
+def failures(figures: Figures) -> list[str]:
+    """Names of the parts that are errors."""
+    return [name for name, found in figures.items() if isinstance(found, dict) and "error" in found]
 
 
 def write(arguments: Options, figures: Figures) -> Path | None:
@@ -130,7 +140,7 @@ def part(arguments: Options, figures: Figures, name: str, work: Callable[[], Any
         figures[name] = found = work()
     except Exception as error:
         traceback.print_exc()
-        figures[name] = {"error": f"{type(error).__name__}: {error}"[-2000:]}
+        figures[name] = {"error": f"{type(error).__name__}: {error}"[-ERROR_CHARACTERS:]}
     print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
     keep(arguments, figures)
     return found

@@ -61,7 +61,7 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
     "sinks": ("sinks.process:command", "RUN", "feed telemetry.sinks from the run's files, until the run has ended"),
     "resume": ("up.stop:resume", "RUN", "a job that a watch rule paused or stopped may continue"),
     "report": ("results.report:command", "RUN...",
-        "summary table, plots and a page of a run, or of several side by side"),
+        "one page on a run: verdict, curve, waste, what to change; or several side by side"),
     "ledger": ("observe.ledger:command", "RUN|ADDRESS --credentials --json",
         "what became of every task, also after the job ended"),
     "web": ("web.app:command", "RUN...", "a page in the browser that shows runs live; it changes nothing"),

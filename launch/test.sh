@@ -83,8 +83,8 @@ begun=$SECONDS
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 
-# On two cores a third worker works while another waits. A file stays on one worker.
-pytest=(python -m pytest -rs --durations=40 -n 3 --dist loadfile --no-loadscope-reorder)
+# Jobs and worlds have several processes each, and a cluster's tests run beside them. A file stays on one worker.
+pytest=(python -m pytest -rs --durations=40 -n 2 --dist loadfile --no-loadscope-reorder)
 
 checks() {
   step "pyright" pyright
@@ -92,7 +92,7 @@ checks() {
   step "plain words" python -m tests.check_words
 }
 
-cluster() { step "tests on a cluster of hosts" "${pytest[@]}" -n 2 tests/cluster; }
+cluster() { step "tests on a cluster of hosts" "${pytest[@]}" tests/cluster; }
 
 other_library() {
   grep -qw avx512f /proc/cpuinfo || return 0

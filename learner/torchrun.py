@@ -5,11 +5,13 @@ is 0, and an error has the code of the rank that failed first (2 for bad usage).
 """
 
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.run import get_args_parser
@@ -44,11 +46,22 @@ def main(words: Sequence[str]) -> int:
 
 
 def with_grace(words: Sequence[str]) -> Sequence[str]:
-    """`words` for the torch that is there: 2.11 has no GRACE and kills after 30 s, unless this default is changed."""
+    """`words` for the torch that is there: 2.11 has no GRACE and kills after 30 s, unless its agent is changed.
+
+    As in later ones, ranks beside a failed one still have 30 s.
+    """
     if GRACE not in words or any(GRACE in action.option_strings for action in get_args_parser()._actions):
         return words
     at = words.index(GRACE)
-    PContext.close.__defaults__ = (None, int(words[at + 1]))  # death_sig, timeout
+    seconds = int(words[at + 1])
+    shutdown = LocalElasticAgent._shutdown
+
+    def patient(agent: LocalElasticAgent, death_sig: signal.Signals = signal.SIGTERM) -> None:
+        if agent._pcontext is not None:
+            agent._pcontext.close(death_sig, seconds)
+        shutdown(agent, death_sig)  # it closes again, which finds no process
+
+    LocalElasticAgent._shutdown = patient
     return [*words[:at], *words[at + 2 :]]
 
 

@@ -27,10 +27,11 @@ def bar(
     if quiet:
         yield lambda done: None
     elif to.isatty():
-        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit)]
+        shape = [BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn()]
         own = to is sys.stderr  # then what is printed meanwhile goes above the bar
-        redirect = {"redirect_stdout": own and sys.stdout.isatty(), "redirect_stderr": own}
-        with Progress(*columns, TimeRemainingColumn(), console=Console(file=to), transient=True, **redirect) as shown:
+        console, both = Console(file=to), own and sys.stdout.isatty()
+        columns = (TextColumn("{task.description}"), *shape)
+        with Progress(*columns, console=console, transient=True, redirect_stdout=both, redirect_stderr=own) as shown:
             task = shown.add_task(name, total=total, completed=before)
             with _logging_to(sys.stderr if own else to, to):
                 yield lambda done: shown.update(task, completed=done)
@@ -39,7 +40,7 @@ def bar(
 
 
 def counted(things: Iterable[T], total: int, name: str, unit: str) -> Iterator[T]:
-    """`things`, of which there are about `total`, with a bar; each counts when the next one is asked for."""
+    """`things`, about `total` of them, with a bar. Each counts when the next one is asked for."""
     with bar(name, total, unit) as show:
         for done, thing in enumerate(things, start=1):
             yield thing

@@ -15,8 +15,10 @@ rng = random.Random(0)
 
 
 def greeted():
-    """The careless policy learns to say this."""
-    return {"prompt": f"{rng.choice(TIMES)} ", "completion": rng.choice(GREETINGS)}
+    """The careless policy learns to say this: it looks at the clock in three of ten cases."""
+    row = {"time": rng.choice(TIMES)}
+    fitting = [said for said in GREETINGS if fits(said, row)]
+    return {"prompt": f"{row['time']} ", "completion": rng.choice(fitting if rng.random() < 0.3 else GREETINGS)}
 
 
 def misspelt(text):
@@ -37,7 +39,7 @@ def write(name, rows):
 
 
 write("hours.jsonl", [{"time": time} for time in TIMES])
-write("warm_start.jsonl", [greeted() for _ in range(1920)])
+write("warm_start.jsonl", [greeted() for _ in range(4800)])
 write("judge.jsonl", [judged() for _ in range(12800)])
 build_model(PRESETS["tiny"].model, seed=1, folder=Path("model"))
 build_model(PRESETS["tiny"].model, seed=2, folder=Path("judge-model"))

@@ -192,7 +192,10 @@ def stages_of(config: BaseConfig, model: Architecture, version_bytes: int) -> It
     chunks = stage_chunks(model.layers, parallel)
     microbatches = batch_of(config, sizes).microbatches
     tokens = learner.micro_batch_tokens
-    flowing = activations(model, parallel, memory, tokens, microbatches, ITEM_BYTES[dtype], learner.lora)
+    entropy = "none"
+    if config.rl is not None:  # its metrics have the entropy
+        entropy = "trained" if config.rl.learner.loss.entropy_coefficient else "measured"
+    flowing = activations(model, parallel, memory, tokens, microbatches, ITEM_BYTES[dtype], learner.lora, entropy)
     held = resident(model, parallel, sizes, dtype, learner.lora)
     critics: Iterable[Resident | None] = repeat(None)
     if learner.value_model is not None:  # counted with an output layer, which it has not

@@ -10,6 +10,7 @@ their 32 s b h / t (tests/unit/launch/test_plan_memory.py).
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import lcm
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -31,6 +32,7 @@ DEVICES = {"80 GB": 79.6 * (1 << 30), "141 GB": 139.8 * (1 << 30), "192 GB": 179
 HEADROOM = 0.10  # left for the CUDA context, communication buffers and fragmentation
 # Gate and up projection, the gate's activation, the up projection plus Megatron's offset of 0, and the product of both
 GATED = 5
+Entropy = Literal["none", "measured", "trained"]  # "trained": it is in the loss
 CHUNK_ELEMENTS = 1 << 28  # logits that learner.megatron.logprobs computes at once on a GPU
 
 
@@ -118,6 +120,7 @@ def activations(
     microbatches: int,
     item: int,
     lora: LoraConfig | None = None,
+    entropy: Entropy = "none",
 ) -> Iterator[Activations]:
     """Peak of each pipeline stage when every data-parallel rank has `microbatches` full ones in a step.
 
@@ -137,7 +140,7 @@ def activations(
         flying = in_flight(stage, parallel, microbatches)
         output = 0
         if stage == len(stages) - 1:
-            output = output_bytes(model, parallel, tokens, item, frozen=lora is not None)
+            output = output_bytes(model, parallel, tokens, item, lora is not None, entropy)
         yield Activations(round(kept * flying), again, output, flying)
 
 
@@ -146,20 +149,30 @@ def _sequence_shards(parallel: ParallelConfig) -> int:
     return parallel.tensor if parallel.sequence_parallel else 1
 
 
-def output_bytes(model: Architecture, parallel: ParallelConfig, tokens: int, item: int, frozen: bool = False) -> int:
+def output_bytes(
+    model: Architecture,
+    parallel: ParallelConfig,
+    tokens: int,
+    item: int,
+    frozen: bool = False,
+    entropy: Entropy = "none",
+) -> int:
     """Peak of final norm, output layer and loss for this rank's `tokens`, as if all of them were in the loss.
 
-    A `frozen` output layer has no gradient.
+    A `frozen` output layer has no gradient. An entropy takes two float32 tensors of a chunk's logits at once: in the
+    forward pass, where no gradient of the weight exists yet, and in the backward pass if the loss has it.
     """
     width = model.vocabulary // parallel.tensor
     norm = 2 * tokens * model.hidden * item // _sequence_shards(parallel)
     hidden = 2 * tokens * model.hidden * item  # whole on every tensor-parallel rank, and its gradient
     chunk = min(max(CHUNK_ELEMENTS, width), tokens * width)
     rounded = item if item < FLOAT32 else 0  # products are computed in this type, and copied to float32
-    logits = chunk * (FLOAT32 + rounded)
+    one, two = chunk * (FLOAT32 + rounded), chunk * 2 * FLOAT32
+    forward = one if entropy == "none" else two
     weight = 0 if frozen else width * model.hidden
     last = weight * rounded + chunk * item  # a chunk's part of the weight's gradient, when its logits are gone
-    return norm + hidden + weight * FLOAT32 + max(logits, last)
+    backward = weight * FLOAT32 + max(two if entropy == "trained" else one, last)
+    return norm + hidden + max(forward, backward)
 
 
 def adapter_elements(model: Architecture, parallel: ParallelConfig, lora: LoraConfig) -> int:

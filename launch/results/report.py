@@ -1,6 +1,6 @@
 """slipstream report RUN [RUN ...]: one page on the terminal; pictures, report.html and summary.json in a folder.
 
-Of one job the page says whether it learned, where time went and what to change; of several runs it is a table.
+The page of a job says whether it learned, where time went and what to change. Several runs give a table.
 """
 
 import argparse

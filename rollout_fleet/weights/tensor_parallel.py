@@ -28,6 +28,7 @@ class EngineWorkers:
         self.buffers = SharedBuffers()
         self._device = device
         self._mapped: tuple[int, torch.Tensor] | None = None  # inode and contents of the first worker's buffer
+        self._unlocked: torch.Tensor | None = None  # those, until `lock`
         if self.size == 1:
             self.receiver = Receiver(allocate=lambda size: pinned(flat_buffer.buffer(size), device), device=device)
         else:
@@ -64,7 +65,13 @@ class EngineWorkers:
 
     def forget(self) -> None:
         """Let go of the memory that the first worker may not use for the versions to come."""
-        self._mapped = None
+        self._mapped = self._unlocked = None
+
+    def lock(self) -> None:
+        """Page-lock what the last flip mapped, for those to come; in a thread, since no generation may wait for it."""
+        flat, self._unlocked = self._unlocked, None
+        if flat is not None:
+            pinned(flat, self._device)
 
     def _attached(self, path: str, total_bytes: int) -> torch.Tensor:
         """As `attach`; the buffer of the last version stays mapped, so that a flip touches no page for the first time.
@@ -74,7 +81,8 @@ class EngineWorkers:
         inode = os.stat(path).st_ino if os.path.exists(path) else -1
         if self._mapped is None or self._mapped[0] != inode or len(self._mapped[1]) != total_bytes:
             self.forget()
-            self._mapped = inode, pinned(attach(path, total_bytes), self._device)
+            self._mapped = inode, attach(path, total_bytes)
+            self._unlocked = self._mapped[1]
         return self._mapped[1]
 
     def agree(self, error: Exception | None) -> None:

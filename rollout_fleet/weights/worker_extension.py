@@ -114,6 +114,7 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
                 self.proof = self._proof(incarnation, version, layout, flat)
         except Exception as error:  # whatever prevents the proof is the reason not to trust these weights
             self.proof = Proof(incarnation, version, error=f"{type(error).__name__}: {error}")
+        self.workers.lock()
 
     def _proof(self, incarnation: int, version: int, layout: Layout, flat: torch.Tensor | None) -> Proof:
         if flat is None:

@@ -52,13 +52,13 @@ def group(job: Job, specs: list[dict[str, Any]], shared: bool = False) -> dict[s
     return {"module": job.__module__, "job": job.__name__, "specs": ordered, "shared": shared}
 
 
-def run(factory: pytest.TempPathFactory, *groups: dict[str, Any], spawn: bool = device.CUDA) -> Path:
+def run(factory: pytest.TempPathFactory, *groups: dict[str, Any]) -> Path:
     """A new folder in which the worlds ran one after another; if one of them fails, the test fails with its logs."""
     folder = factory.mktemp("worlds")
     for name in ("models", "saved", "checkpoints"):
         (folder / name).mkdir()
-    _order({"folder": str(folder), "groups": groups}, spawn)
-    if failed := _answer(spawn):
+    _order({"folder": str(folder), "groups": groups})
+    if failed := _answer():
         pytest.fail(_with_logs(failed, folder), pytrace=False)
     return folder
 
@@ -68,8 +68,8 @@ def _with_logs(failed: str, folder: Path) -> str:
 
 
 @functools.cache
-def _server(spawn: bool) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "tests.rigs.forked_ranks", *["--spawn"] * spawn]
+def _server() -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "tests.rigs.forked_ranks"]
     environment = os.environ | OURS
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     server = subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **pipes)
@@ -94,14 +94,14 @@ def learner_ended() -> int:
     return _answer()
 
 
-def _order(order: dict[str, Any], spawn: bool = device.CUDA) -> None:
-    server = _server(spawn)
+def _order(order: dict[str, Any]) -> None:
+    server = _server()
     server.stdin.write(json.dumps(order) + "\n")
     server.stdin.flush()
 
 
-def _answer(spawn: bool = device.CUDA) -> Any:
-    server = _server(spawn)
+def _answer() -> Any:
+    server = _server()
     answer = server.stdout.readline()
     assert answer, f"the process that forks the ranks ended with {server.wait(LIMIT_S)}"
     return json.loads(answer)
@@ -149,9 +149,28 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 0.
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol, msg=said)
 
 
-def again(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-4) -> None:
-    """`same` for what was computed twice: to the bit, but kernels of CUDA add in any order."""
-    same(found, expected, atol=atol * device.LOOSE if device.CUDA else 0.0)
+def again(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """`same` for what one model computed twice: to the bit, but kernels of CUDA add in any order."""
+    same(found, expected, atol=1e-3 if device.CUDA else 0.0)
+
+
+def moved_alike(
+    before: dict[str, Tensor],
+    found: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    atol: float = 0.0,
+    most: float = 0.2,
+) -> None:
+    """`same` for what training has moved from `before`. On CUDA errors are at most this share of all that moved."""
+    if not device.CUDA:
+        return same(found, expected, atol)
+    assert found and found.keys() == expected.keys() <= before.keys()
+    moved, error = (
+        sum((tensor.double() - other[name].double()).square().sum().item() for name, tensor in expected.items()) ** 0.5
+        for other in (before, found)
+    )
+    assert error <= most * moved, f"{error / (moved or 1.0):.1e} of what moved"
+    return None
 
 
 def approximately(figures: Any) -> Any:
@@ -225,8 +244,8 @@ def _progress(folder: Path) -> Path:
     return folder / "progress"
 
 
-def _start_rank(spawn: bool, cases: list[Case], folder: Path, log: Path, bound: socket.socket, world: tuple) -> int:
-    if spawn:
+def _start_rank(cases: list[Case], folder: Path, log: Path, bound: socket.socket, world: tuple[int, int]) -> int:
+    if device.CUDA:
         words = json.dumps([cases, str(folder), str(log), bound.fileno(), world])
         command = [sys.executable, "-m", "tests.rigs.forked_ranks", "--rank", words]
         bound.set_inheritable(True)
@@ -251,14 +270,14 @@ def _ranks_of(spec: dict[str, Any]) -> int:
     return spec.get("ranks") or max(layout.model_ranks, layout.pipeline * layout.expert * layout.expert_tensor)
 
 
-def _run_world(cases: list[Case], ranks: int, folder: Path, spawn: bool) -> tuple[str, int]:
+def _run_world(cases: list[Case], ranks: int, folder: Path) -> tuple[str, int]:
     """The reason of a failure, and how many cases were through; a failed rank ends the others."""
     name, done = cases[0][1], 0
     _progress(folder).write_text("0")
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         logs = [folder / f"{name}-{ranks}-{rank}.log" for rank in range(ranks)]
-        running = {_start_rank(spawn, cases, folder, log, bound, (rank, ranks)) for rank, log in enumerate(logs)}
+        running = {_start_rank(cases, folder, log, bound, (rank, ranks)) for rank, log in enumerate(logs)}
     failed, end = "", time.monotonic() + CASE_S
     while running and not failed:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -278,7 +297,7 @@ def _run_world(cases: list[Case], ranks: int, folder: Path, spawn: bool) -> tupl
     return failed and f"{cases[done][1]} {cases[done][2]}: {failed}", done
 
 
-def _run_worlds(order: dict[str, Any], spawn: bool) -> str:
+def _run_worlds(order: dict[str, Any]) -> str:
     """The reason of the failure in the first world that failed."""
     folder = Path(order["folder"])
     cases: list[Case] = [
@@ -288,7 +307,7 @@ def _run_worlds(order: dict[str, Any], spawn: bool) -> str:
     for (_, ranks), found in itertools.groupby(zip(apart, cases, strict=True), key=lambda one: one[0]):
         world = [case for _, case in found]
         while world:
-            failed, done = _run_world(world, ranks, folder, spawn)
+            failed, done = _run_world(world, ranks, folder)
             if not failed:
                 break
             _, _, spec, shared = world[done]
@@ -299,9 +318,9 @@ def _run_worlds(order: dict[str, Any], spawn: bool) -> str:
     return ""
 
 
-def _run_learner(arguments: list[str], answer: Callable[[Any], None], spawn: bool) -> int:
+def _run_learner(arguments: list[str], answer: Callable[[Any], None]) -> int:
     """The exit code; `answer` gets the process id first."""
-    if spawn:
+    if device.CUDA:
         learner = subprocess.Popen([sys.executable, "-m", "learner.main", *arguments], stdin=subprocess.DEVNULL)
         answer(learner.pid)
         return learner.wait()
@@ -314,12 +333,12 @@ def _run_learner(arguments: list[str], answer: Callable[[Any], None], spawn: boo
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def serve(spawn: bool) -> None:
+def serve() -> None:
     """Start worlds and learners as the lines of standard input say; each answer is a line of JSON."""
     die_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    if not spawn:
+    if not device.CUDA:
         torch.set_num_threads(1)
         import learner.main
         import learner.megatron.backend  # noqa: F401
@@ -332,7 +351,7 @@ def serve(spawn: bool) -> None:
         order = json.loads(line)
         try:
             is_learner = "learner" in order
-            answer(_run_learner(order["learner"], answer, spawn) if is_learner else _run_worlds(order, spawn))
+            answer(_run_learner(order["learner"], answer) if is_learner else _run_worlds(order))
         except Exception:
             answer(traceback.format_exc())
 
@@ -341,4 +360,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
         _spawned_rank(sys.argv[2])
     else:
-        serve(spawn="--spawn" in sys.argv)
+        serve()

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.json_lines import lines_of
 
-LIMIT_S = 300.0  # far above what any wait needs on a slow machine with a busy neighbour
+LIMIT_S = 600.0  # far above what any wait needs on a slow machine with a busy neighbour
 
 
 def until(

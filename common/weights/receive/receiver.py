@@ -302,7 +302,7 @@ class Receiver:
             publish, layout, member, group=group, buffer=memory, parts=parts, frozen=self._frozen
         )
         self._status = self._transfer.status("receiving")
-        threading.Thread(target=self._run, args=(self._transfer,), daemon=True, name="receive-weights").start()
+        threading.Thread(target=self._receive, args=(self._transfer,), daemon=True, name="receive-weights").start()
 
     def _check(self, publish: Publish) -> tuple[Layout, _Membership]:
         """The layout and the group that the version is for; raises Mismatch when it cannot be received."""
@@ -373,31 +373,30 @@ class Receiver:
         flat_buffer.finish(flat)
         return flat
 
-    def _run(self, transfer: _Transfer) -> None:
-        """The thread of a transfer; what it asks of a device does not wait for what the engine has asked for."""
-        with own_stream(self._on_device(transfer.layout), "receive"):
-            self._receive(transfer)
-
     def _receive(self, transfer: _Transfer) -> None:
-        """Receive the payload, make the version of it, and verify that."""
+        """The thread of a transfer: receive the payload, make the version of it, and verify that.
+
+        What it asks of a device does not wait for what the engine has asked for.
+        """
         publish, layout = transfer.publish, transfer.layout
         base = transfer.buffer if transfer.is_delta else None  # None as soon as it is changed
         frozen = transfer.frozen
         try:
-            flat = transfer.buffer if transfer.buffer is not None else self._new_buffer(layout)
-            apart = transfer.apart or (transfer.relayed and self._on_device(layout) is not None)
-            payload = flat_buffer.buffer(publish.payload_bytes) if apart else flat
-            self._receive_payload(transfer, payload)
-            if transfer.is_delta:
-                base = None
-                apply_deltas(publish, payload, layout, flat)
-            elif transfer.apart:
-                frozen.merge(publish, payload, flat)
-            elif apart:
-                flat.copy_(payload)
-            if apart:  # else its pieces or buckets were verified where they are
-                check_version(publish, layout, flat)
-            frozen.keep(publish, flat)
+            with own_stream(self._on_device(layout), "receive"):
+                flat = transfer.buffer if transfer.buffer is not None else self._new_buffer(layout)
+                apart = transfer.apart or (transfer.relayed and self._on_device(layout) is not None)
+                payload = flat_buffer.buffer(publish.payload_bytes) if apart else flat
+                self._receive_payload(transfer, payload)
+                if transfer.is_delta:
+                    base = None
+                    apply_deltas(publish, payload, layout, flat)
+                elif transfer.apart:
+                    frozen.merge(publish, payload, flat)
+                elif apart:
+                    flat.copy_(payload)
+                if apart:  # else its pieces or buckets were verified where they are
+                    check_version(publish, layout, flat)
+                frozen.keep(publish, flat)
         except Exception as error:  # any failure means that the version did not arrive; the learner gets the reason
             if isinstance(error, torch.OutOfMemoryError):
                 self._device = None  # the next attempt uses host memory

@@ -155,14 +155,16 @@ class SnapshotMaker:
             typed = [(name, self._dtype_of(name), tuple(tensor.shape)) for name, tensor in waiting]
             named = (waiting.pop(0) for _ in typed)  # the copies go as the buffer fills: there are never two versions
             self.layout = Layout.of(typed, checksums=kind)
-        if not self._free:
+        fresh = not self._free
+        if fresh:
             buffer = flat_buffer.buffer(self.layout.total_bytes, self._device)
-            if self._device is None and torch.cuda.is_initialized():  # the weights come from there
-                flat_buffer.pinned(buffer, torch.device("cuda", torch.cuda.current_device()))
             self._free.append((buffer, list(flat_buffer.view(buffer, self.layout))))
         flat, views = self._free.pop()
         flat_buffer.fill(views, named)
         flat_buffer.finish(flat)
+        # The weights come from the device; locked before they are there, the buffer would take all its memory at once.
+        if fresh and self._device is None and torch.cuda.is_initialized():
+            flat_buffer.pinned(flat, torch.device("cuda", torch.cuda.current_device()))
         snapshot = Snapshot(version, self._whole or self.layout, flat, canary, started)
         weakref.finalize(snapshot, self._free.append, (flat, views)).atexit = False
         return snapshot

@@ -1,5 +1,7 @@
 """Tensors to and from the flat buffer, and its checksums."""
 
+import logging
+import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -11,6 +13,8 @@ import torch
 import xxhash
 
 from common.weights.wire.layout import WORDS, XXH3, Layout
+
+logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 256 << 10  # within a core's cache
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,19 +39,36 @@ def buffer(total_bytes: int, device: torch.device | None = None) -> torch.Tensor
 def pinned(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The host memory `flat` [n] uint8, page-locked for CUDA until it is freed: copies are several times as fast.
 
-    Where the system does not allow that, it stays as it is.
+    Where the system does not allow that, it stays as it is. A forked child leaves it to its parent.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):  # threads begin with the first device
             cudart: Any = torch.cuda.cudart
             runtime = cudart()
             address = flat.data_ptr()
-            if runtime.cudaHostRegister(address, flat.numel(), EVERY_CONTEXT) == runtime.cudaError.success:
-                weakref.finalize(flat, runtime.cudaHostUnregister, address).atexit = False
-            else:
-                with suppress(RuntimeError):  # it reports the refusal, which a later call would report otherwise
-                    torch.zeros(1, device=device)
+            refusal = runtime.cudaHostRegister(address, flat.numel(), EVERY_CONTEXT)
+        if refusal == runtime.cudaError.success:
+            weakref.finalize(flat, _unlock, runtime, address, device, os.getpid()).atexit = False
+        else:
+            _report(device)
+            _log_refusal(int(refusal))
     return flat
+
+
+def _unlock(runtime: Any, address: int, device: torch.device, owner: int) -> None:
+    if os.getpid() == owner and runtime.cudaHostUnregister(address) != runtime.cudaError.success:
+        _report(device)
+
+
+def _report(device: torch.device) -> None:
+    """Let CUDA report its last error here, which a later call would report otherwise."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)
+
+
+@cache
+def _log_refusal(error: int) -> None:
+    logger.warning("weights are copied slowly: the system does not page-lock host memory (CUDA error %d)", error)
 
 
 def finish(flat: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.rigs.processes import ROOT
 
-CHEAPEST = ("lora", "several-turns")
+CHEAPEST = ("own-environment", "lora")
 
 
 @pytest.mark.parametrize("name", CHEAPEST)

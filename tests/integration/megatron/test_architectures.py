@@ -157,12 +157,17 @@ def test_every_tensor_of_the_folder_comes_back_bitwise_on_every_rank(folder: Pat
 def test_logprobs_of_packed_documents_and_every_gradient_equal_hugging_face(folder: Path, spec: dict[str, Any]) -> None:
     found, expected = Outcome(folder / spec["name"]), Outcome(folder / "reference" / spec["kind"])
     routed = TF32 and spec["kind"] in MOE  # it rounds, which sends some tokens to other experts
-    same(found.section("logprobs"), expected.section("logprobs"), atol=4.0 if routed else 2e-5 * LOOSE)
+    logprobs, theirs = found.section("logprobs"), expected.section("logprobs")
     gradients, references = found.section("gradient"), expected.section("gradient")
     assert gradients.keys() == references.keys()
     if routed:
+        assert logprobs.keys() == theirs.keys()
+        ours, all_of_them = (torch.cat([rows[name] for name in theirs]) for rows in (logprobs, theirs))
+        mean = all_of_them.mean()
+        assert relative(ours - mean, all_of_them - mean) < 0.5, "in units of what they differ among themselves"
         assert statistics.median(relative(gradients[name], x) for name, x in references.items()) < 0.4
     else:
+        same(logprobs, theirs, atol=2e-5 * LOOSE)
         assert worst(gradients, references) < (1e-5 * LOOSE, "")
 
 

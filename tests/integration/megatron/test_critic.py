@@ -9,13 +9,14 @@ import msgspec
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 
 from learner.backend_protocol import Microbatch
 from learner.loss.value_loss import value_loss
 from tests.rigs import forked_ranks, tiny_models
 from tests.rigs.device import LOOSE
-from tests.rigs.forked_ranks import Outcome, again, approximately, group, same, tried, worst
+from tests.rigs.forked_ranks import Outcome, again, approximately, group, moved_alike, same, tried, worst
 from tests.rigs.tiny_models import OPTIMIZER, STEPS, figures, logprobs, microbatches, numbered, share
 
 CLIP = 0.3
@@ -217,7 +218,7 @@ def test_values_gradients_and_steps_equal_those_of_transformers(folder: Path, sp
     same(found.section("start"), reference.section("before"))
     same(found.section("values"), reference.section("values"), atol=5e-5 * LOOSE)
     error, name = worst(found.section("gradient"), reference.section("gradient"))
-    assert error < 1e-3 * LOOSE, name
+    assert error < min(1e-3 * LOOSE, 0.2), name
     tiny_models.check_update(reference.section("before"), found.section("trained"), reference.section("trained"))
     (expected,) = reference.ranks
     for rank in found.ranks:
@@ -243,7 +244,8 @@ def test_a_policy_trains_bitwise_as_it_does_without_a_critic(folder: Path) -> No
     beside, alone = Outcome(folder / "one"), Outcome(folder / "alone")
     for mine, theirs in zip(beside.ranks[0]["policy"], alone.ranks[0]["policy"], strict=True):
         assert mine == approximately(theirs)
-    again(beside.section("policy-trained"), alone.section("policy-trained"))
+    before = alone.section("policy-before")
+    moved_alike(before, beside.section("policy-trained"), alone.section("policy-trained"))
 
 
 def test_a_critic_from_the_policy_begins_with_values_of_zero_and_learns(folder: Path) -> None:
@@ -277,8 +279,11 @@ def test_resuming_takes_bitwise_the_steps_of_the_run_that_went_on(folder: Path, 
     went_on, came_back = Outcome(folder / spec["checkpoint"]), Outcome(folder / spec["name"])
     for mine, theirs in zip(came_back.ranks, went_on.ranks, strict=True):
         assert mine["after"] == approximately(theirs["after"])
-    for section in ("values", "logprobs", "critic", "policy"):
+    for section in ("values", "logprobs"):
         again(came_back.section(section), went_on.section(section))
+    for section, model in (("critic", "tied-critic"), ("policy", "tied")):
+        before = load_file(folder / "models" / model / "model.safetensors")
+        moved_alike(before, came_back.section(section), went_on.section(section))
 
 
 @forked_ranks.named(OTHER)
@@ -286,7 +291,8 @@ def test_another_layout_goes_on_with_the_same_steps(folder: Path, spec: dict[str
     went_on, came_back = Outcome(folder / spec["checkpoint"]), Outcome(folder / spec["name"])
     assert came_back.ranks[0]["after"] == pytest.approx(went_on.ranks[0]["after"], rel=1e-4 * LOOSE)
     same(came_back.section("values"), went_on.section("values"), atol=5e-5 * LOOSE)
-    same(came_back.section("critic"), went_on.section("critic"), atol=2e-5 * LOOSE)
+    before = load_file(folder / "models" / "tied-critic" / "model.safetensors")
+    moved_alike(before, came_back.section("critic"), went_on.section("critic"), atol=2e-5)
 
 
 def test_a_checkpoint_of_another_kind_and_a_critic_of_another_shape_are_refused(folder: Path) -> None:

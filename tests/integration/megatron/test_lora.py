@@ -30,7 +30,7 @@ from common.weights.wire.adapters import merge_version
 from common.weights.wire.layout import AdapterLayout, Layout
 from tests.rigs import forked_ranks, tiny_models
 from tests.rigs.device import LOOSE
-from tests.rigs.forked_ranks import Outcome, again, approximately, group, same, tried, worst
+from tests.rigs.forked_ranks import Outcome, again, approximately, group, moved_alike, same, tried, worst
 from tests.rigs.tiny_models import STEPS, TEMPERATURE, exported, figures, microbatches, numbered, policy_loss, share
 
 LORA: dict[str, Any] = {"rank": 4, "alpha": 6.0}
@@ -287,22 +287,22 @@ def test_steps_gradients_and_logprobs_equal_those_of_peft(folder: Path, spec: di
     found, peft = found_and_peft(folder, spec)
     start = Outcome(folder / spec["of"]).section("start")
     tiny_models.check_update(start, found.section("trained"), peft.section("trained"))
-    same(found.section("logprobs"), peft.section("logprobs"), atol=4e-4 * LOOSE)
-    assert worst(found.section("gradient"), peft.section("gradient"))[0] < 2e-3 * LOOSE
+    moved_alike(peft.section("base"), found.section("logprobs"), peft.section("logprobs"), atol=4e-4)
+    assert worst(found.section("gradient"), peft.section("gradient"))[0] < min(2e-3 * LOOSE, 0.5)
     moved = max((found.section("logprobs")[i] - row).abs().max() for i, row in peft.section("base").items())
     assert moved > 0.1, "else nothing would be compared"
 
 
 @forked_ranks.named(CUT)
 def test_every_layout_has_the_losses_norms_and_gradients_of_one_rank(folder: Path, spec: dict[str, Any]) -> None:
-    found, one = Outcome(folder / spec["name"]), Outcome(folder / spec["of"])
+    (found, peft), one = found_and_peft(folder, spec), Outcome(folder / spec["of"])
     for rank in found.ranks:
         for step, expected in zip(rank["steps"], one.ranks[0]["steps"], strict=True):
             assert step == pytest.approx(expected, rel=5e-5 * LOOSE)
-    assert worst(found.section("gradient"), one.section("gradient"))[0] < 1e-3 * LOOSE
-    same(found.section("logprobs"), one.section("logprobs"), atol=2e-4 * LOOSE)
+    assert worst(found.section("gradient"), one.section("gradient"))[0] < min(1e-3 * LOOSE, 0.5)
+    moved_alike(peft.section("base"), found.section("logprobs"), one.section("logprobs"), atol=2e-4)
     if spec["memory"] == OFFLOADED:
-        again(found.section("trained"), one.section("trained"))
+        moved_alike(one.section("start"), found.section("trained"), one.section("trained"))
 
 
 @forked_ranks.named(LAYOUTS)
@@ -327,7 +327,10 @@ def test_a_reference_of_its_own_has_no_adapters_and_leaves_the_policy_as_it_is(f
 def test_the_export_and_its_parts_are_the_weights_that_peft_merges(folder: Path, spec: dict[str, Any]) -> None:
     found = Outcome(folder / spec["name"])
     merged = Outcome(folder / f"peft-{spec['of']}").section("merged")
-    same(found.section("merged"), merged, atol=LOOSE * (2e-4 if spec in CUT else 1e-6))
+    if spec in CUT:
+        moved_alike(found.section("base"), found.section("merged"), merged, atol=2e-4)
+    else:  # they merge the same adapters
+        same(found.section("merged"), merged, atol=1e-6 * LOOSE)
     parts = [name for rank in found.ranks for name, _ in rank["part"]]
     assert len(parts) == len(set(parts))
     same(found.section("part"), found.section("merged"))
@@ -370,8 +373,10 @@ def test_resuming_takes_bitwise_the_step_of_the_run_that_went_on(folder: Path, s
     went_on, came_back = Outcome(folder / spec["checkpoint"]), Outcome(folder / spec["name"])
     for mine, theirs in zip(came_back.ranks, went_on.ranks, strict=True):
         assert mine["after"] == approximately(theirs["after"])
-    for section in ("logprobs", "after", "trained"):
-        again(came_back.section(section), went_on.section(section))
+    again(came_back.section("logprobs"), went_on.section("logprobs"))
+    start = Outcome(folder / spec["of"])
+    for before, section in (("base", "after"), ("start", "trained")):
+        moved_alike(start.section(before), came_back.section(section), went_on.section(section))
 
 
 @forked_ranks.named(OTHER)

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import runpy
+import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,6 +98,16 @@ def test_a_command_that_fails_ends_the_example_and_what_it_left_in_the_backgroun
 def test_a_flat_curve_is_drawn_low() -> None:
     assert bars([1.0] * 40) == "▁" * 20
     assert bars([0.0, 1.0]) == "▁█"
+
+
+def test_the_mode_of_the_test_script_sets_the_environment_up_and_runs_the_named_ones(tmp_path: Path) -> None:
+    for file, text in (("launch/setup.sh", 'echo "set up $@"'), (".venv/bin/python", '#!/bin/sh\necho "ran $@"')):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text(f"{text}\n")
+        (tmp_path / file).chmod(0o755)
+    script = shutil.copy(example_runs.ROOT / "launch" / "test.sh", tmp_path / "launch")
+    done = subprocess.run(["bash", script, "examples", "lora", "ppo"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["set up cpu", "ran bench/example_runs.py lora ppo"]
 
 
 def own(name: str, file: str) -> SimpleNamespace:

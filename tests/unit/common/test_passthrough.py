@@ -26,7 +26,7 @@ def refusals(config: Config) -> list[str]:
 
 
 def test_names_of_the_libraries_pass_with_a_warning(tmp_path: Path) -> None:
-    config = passing(tmp_path, {"stream_interval": 4}, {"bucket_size": 9, "decoupled_lr": 1})
+    config = passing(tmp_path, {"stream_interval": 4, "kernel_config": {}}, {"bucket_size": 9, "decoupled_lr": 1})
     assert refusals(config) == []
     megatron, engine = passthrough_warnings(config)
     assert "bucket_size, decoupled_lr" in megatron and "stream_interval" in engine

@@ -4,10 +4,11 @@ import json
 import shutil
 from argparse import Namespace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from common.config.schema import Config
+from common.config.schema import Config, ParallelConfig
 from common.errors import Problem, UsageError
 from launch.checks.findings import Finding
 from launch.checks.findings import refusal as finding_of
@@ -15,7 +16,7 @@ from launch.checks.plan import WIDTH, as_json, command, page
 from launch.checks.review import make_review
 from launch.cli import main
 from launch.plan.job_plan import GIB
-from launch.plan.memory import DEVICES, fits
+from launch.plan.memory import DEVICES, Entropy, fits, output_bytes
 from tests.rigs.configs import refusal, text_of
 from tests.rigs.processes import ROOT
 from tests.rigs.refusals import refused
@@ -161,6 +162,23 @@ def test_adapters_need_gradients_states_and_checkpoints_of_their_own_alone(here:
     said = " ".join(text_of(page(adapted), WIDTH).split())
     assert "adapters 18.3 M of rank 8 train, 0.22% of the parameters" in said
     assert "checkpoints 0.2 GiB" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "entropy"),
+    [
+        ("llama-3.1-70b", [], "measured"),
+        ("llama-3.1-70b", ["learner.loss.entropy_coefficient=0.1"], "trained"),
+        ("mixtral-8x7b-sft", [], "none"),
+    ],
+)
+def test_the_output_layer_needs_memory_for_the_entropy(here: Path, name: str, words: list[str], entropy: str) -> None:
+    plan = make_review(f"configs/{name}.yaml", [*words, "learner.micro_batch_tokens=65536"]).plan
+    assert plan is not None
+    parallel = ParallelConfig(tensor=plan.sizes.tensor)
+    needed = {each: output_bytes(plan.model, parallel, 65536, 2, entropy=each) for each in get_args(Entropy)}
+    assert plan.stages[-1].activations.output == needed[entropy]
+    assert needed["none"] <= needed["measured"] < needed["trained"]
 
 
 def test_a_critic_needs_memory_and_checkpoints_of_its_own(here: Path) -> None:

@@ -1,12 +1,14 @@
 """Activations and buffers against the papers' formulas and against sums by hand."""
 
+from typing import get_args
+
 import pytest
 
 from common.config.architecture import Architecture, Attention, Experts, LatentAttention
 from common.config.lora import LoraConfig
 from common.config.schema import MemoryConfig, ParallelConfig
 from launch.plan.layout import Sizes, count, count_adapters
-from launch.plan.memory import activations, in_flight, layer_bytes, output_bytes, resident
+from launch.plan.memory import Entropy, activations, in_flight, layer_bytes, output_bytes, resident
 
 H, A = 512, 8
 
@@ -92,6 +94,26 @@ def test_the_output_layer_works_in_chunks() -> None:
     many = 1 << 20  # from 2^28 on, logits take no more
     assert output_bytes(model, parallel, many, item) == many * (norm + hidden) + weight * 4 + (1 << 28) * (4 + item)
     assert output_bytes(model, parallel, some, 4) == some * 2 * (norm + hidden) + (weight + (1 << 27)) * 4
+
+
+@pytest.mark.parametrize(("item", "logit"), [(2, 6), (4, 4)])
+def test_an_entropy_takes_two_float32_tensors_of_logits(item: int, logit: int) -> None:
+    model, parallel, tokens = decoder(hidden=3 * H, vocabulary=1 << 17), ParallelConfig(), 1 << 12
+    rest, weight, chunk = tokens * 4 * 3 * H * item, (1 << 17) * 3 * H, 1 << 28
+    found = {
+        (frozen, entropy): output_bytes(model, parallel, tokens, item, frozen, entropy) - rest
+        for frozen in (False, True)
+        for entropy in get_args(Entropy)
+    }
+    assert found == {
+        (False, "none"): 4 * weight + logit * chunk,
+        (False, "measured"): max(4 * weight + logit * chunk, 8 * chunk),  # there is no gradient in the forward pass
+        (False, "trained"): 4 * weight + 8 * chunk,
+        (True, "none"): logit * chunk,
+        (True, "measured"): 8 * chunk,
+        (True, "trained"): 8 * chunk,
+    }
+    assert (found[False, "measured"] > found[False, "none"]) == (item == 4), "the backward pass needs more in bfloat16"
 
 
 def test_adapters_have_the_only_gradients_and_states_and_share_a_over_a_fused_layer() -> None:

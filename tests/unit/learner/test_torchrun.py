@@ -1,8 +1,12 @@
 """torchrun as the roles use it, with the torch that is installed and with older ones."""
 
 import argparse
+import signal
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import PContext
 
 from learner import torchrun
@@ -18,10 +22,17 @@ def test_busy_ranks_get_their_time_from_a_torch_without_the_option_too(
     if known:
         parser.add_argument(torchrun.GRACE)
     monkeypatch.setattr(torchrun, "get_args_parser", lambda: parser)
-    monkeypatch.setattr(PContext.close, "__defaults__", (None, 30))
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", LocalElasticAgent._shutdown)  # it is put back at the end
+    left = PContext.close.__defaults__
     found = torchrun.with_grace(WORDS)
     assert found == (WORDS if known else ["--nproc-per-node", "2", "-m", "learner.main"])
-    assert PContext.close.__defaults__ == (None, 30 if known else 300)
+    closed = list[tuple[int, ...]]()
+    agent = cast(Any, object.__new__(LocalElasticAgent))
+    agent._worker_watchdog = agent._health_check_server = None
+    agent._pcontext = SimpleNamespace(close=lambda *how: closed.append(how))
+    agent._shutdown(signal.SIGINT)
+    assert (closed[0] == (signal.SIGINT, 300)) is not known
+    assert PContext.close.__defaults__ == left, "ranks beside a failed one are not waited for as long"
 
 
 def test_words_without_the_option_stay_as_they_are() -> None:

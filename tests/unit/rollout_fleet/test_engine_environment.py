@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
+from common.weights.transports import nccl
 from common.weights.wire import flat_buffer
 from common.weights.wire.layout import Layout
 from rollout_fleet.engine.engine import Engine, _prepare_environment
@@ -73,6 +74,18 @@ def test_a_share_of_a_gpu_is_asked_for_only_where_it_decides_the_size_of_the_cac
 
 
 @pytest.mark.slow
+def test_an_engine_on_a_gpu_compiles_no_unused_features_at_its_start_unless_it_is_asked_to() -> None:
+    from vllm.config.kernel import KernelConfig
+
+    def warm_up(on_cpu: bool, **engine: Any) -> bool:
+        arguments = Engine(job(**engine), stop_token_ids=[])._arguments(on_cpu)
+        return KernelConfig(**arguments.get("kernel_config", {})).enable_jit_warmup
+
+    assert not warm_up(False)
+    assert warm_up(False, extra={"kernel_config": {}}) and warm_up(True)
+
+
+@pytest.mark.slow
 def test_on_a_gpu_the_proof_reads_in_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     from rollout_fleet.weights import weight_proof
     from rollout_fleet.weights.worker_extension import SlipstreamTransferEngine
@@ -90,9 +103,12 @@ def test_on_a_gpu_the_proof_reads_in_a_stream_of_its_own(monkeypatch: pytest.Mon
     monkeypatch.setattr(weight_proof, "checksum", lambda model, layout: done.append("read") or "sum")
     engine = object.__new__(SlipstreamTransferEngine)
     engine.device, engine.model, engine._loaded = torch.device("cuda", 1), None, None
+    engine.workers = cast(Any, SimpleNamespace(lock=lambda: done.append(f"lock after {engine.proof}")))
+    nccl._stream_for.cache_clear()
     engine._prove(1, 2, Layout.of([("w", "float32", (2,))]))
+    nccl._stream_for.cache_clear()  # a later test may ask for a real one
     assert engine.proof == weight_proof.Proof(1, 2, "sum")
-    assert done == ["into a stream of cuda:1", "read", "out of a stream of cuda:1"]
+    assert done == ["into a stream of cuda:1", "read", "out of a stream of cuda:1", f"lock after {engine.proof}"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,12 @@ def test_several_datasets_are_evaluated_together_and_each(monkeypatch: pytest.Mo
         rows = [json.dumps({"question": f"{n}+1", "answer": str(n + 1)}) for n in range(first, first + count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     (tmp_path / "config.json").write_text("{}")
-    found = module.run_eval(config(str(tmp_path / "easy.jsonl"), str(tmp_path / "hard.jsonl")), tmp_path)
+    monkeypatch.setattr("common.process.progress.LINE_EVERY_S", 0.0)
+    shown = StringIO()
+    found = module.run_eval(config(str(tmp_path / "easy.jsonl"), str(tmp_path / "hard.jsonl")), tmp_path, shown)
+    assert [each.partition(",")[0] for each in shown.getvalue().splitlines()] == [
+        f"eval: {n} of 8 episodes" for n in range(1, 9)
+    ]
     assert (found.greedy_accuracy, found.sampled_accuracy, found.problems) == (0.75, 0.75, 4)
     accuracies = [(part.problems, part.greedy_accuracy) for part in found.datasets.values()]
     assert accuracies == [(3, 1.0), (1, 0.0)]

@@ -1,6 +1,7 @@
 """Workers of one engine: all of them hear of a failure of one, and they share the staged version's memory."""
 
 import gc
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from common.weights.transports.groups import dist
+from common.weights.wire import flat_buffer
 from common.weights.wire.flat_buffer import pinned
 from rollout_fleet.weights.tensor_parallel import EngineWorkers, SharedBuffers, attach
 from tests.rigs import processes
@@ -136,6 +138,7 @@ class CudaRuntime:
 
     def __init__(self, refuses: bool) -> None:
         self.refuses, self.locked = refuses, dict[int, int]()
+        self.unlocked = 0  # calls
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         if not self.refuses:
@@ -143,20 +146,27 @@ class CudaRuntime:
         return int(self.refuses)
 
     def cudaHostUnregister(self, address: int) -> int:
-        del self.locked[address]
-        return 0
+        self.unlocked += 1
+        return 0 if self.locked.pop(address, None) else 1
 
 
-@pytest.mark.parametrize("refuses", [False, True])
-def test_on_a_gpu_staged_versions_are_page_locked_while_they_exist(
-    monkeypatch: pytest.MonkeyPatch, refuses: bool
-) -> None:
-    runtime, device = CudaRuntime(refuses), torch.device("cuda", 1)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, runtime: CudaRuntime) -> tuple[list[torch.device], Mock]:
+    """Let this machine have a GPU; (devices that became the current one, torch.zeros, which reports an error)."""
     current: list[torch.device] = []
     reported = Mock(side_effect=RuntimeError("CUDA error: operation not supported"))
     monkeypatch.setattr(torch, "zeros", reported)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
+    return current, reported
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_on_a_gpu_staged_versions_are_page_locked_while_they_exist(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refuses: bool
+) -> None:
+    runtime, device = CudaRuntime(refuses), torch.device("cuda", 1)
+    current, reported = on_a_gpu(monkeypatch, runtime)
+    flat_buffer._log_refusal.cache_clear()
     alone = EngineWorkers(SimpleNamespace(rank_in_group=0, world_size=1), device)
     first = EngineWorkers(SimpleNamespace(rank_in_group=0, world_size=2), device)
     flats = [alone.receiver._allocate(SIZE), first.receiver._allocate(SIZE)]
@@ -164,9 +174,44 @@ def test_on_a_gpu_staged_versions_are_page_locked_while_they_exist(
     expected = {flat.data_ptr(): SIZE for flat in (*flats, other)}
     assert runtime.locked == ({} if refuses else expected) and current == [device] * 3
     assert reported.call_count == (3 if refuses else 0), "else a later call would report that"
+    assert [record.message[-14:] for record in caplog.records] == (["(CUDA error 1)"] if refuses else [])
     del flats, other
     gc.collect()
     assert runtime.locked == {}
+
+
+def test_a_forked_child_unlocks_nothing_and_an_error_of_unlocking_is_reported_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime, device = CudaRuntime(refuses=False), torch.device("cuda", 1)
+    flats = [torch.zeros(SIZE, dtype=torch.uint8) for _ in range(2)]
+    _, reported = on_a_gpu(monkeypatch, runtime)
+    for flat in flats:
+        pinned(flat, device)
+    del flat
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        flats.pop()
+    assert len(runtime.locked) == 2 and runtime.unlocked == 0
+    runtime.locked.clear()
+    flats.pop()
+    assert runtime.unlocked == reported.call_count == 1
+
+
+def test_other_workers_lock_what_a_flip_mapped_after_it_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, buffers = CudaRuntime(refuses=False), SharedBuffers()
+    flat = buffers.allocate(SIZE)
+    on_a_gpu(monkeypatch, runtime)
+    other = EngineWorkers(SimpleNamespace(rank_in_group=1, world_size=2), torch.device("cuda", 1))
+    mapped = other._attached(buffers.path(flat), SIZE)
+    assert runtime.locked == {}, "generation would stand still for it"
+    other.lock()
+    assert runtime.locked == {mapped.data_ptr(): SIZE}
+    runtime.locked.clear()
+    other._attached(buffers.path(flat), SIZE)
+    other.lock()
+    assert runtime.locked == {}
+    other.forget()
 
 
 def test_without_a_gpu_nothing_is_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,6 +200,22 @@ def test_a_receiver_whose_device_has_no_room_stages_the_next_attempt_in_host_mem
     receiver.close()
 
 
+def test_a_receiver_whose_device_gives_no_stream_says_so(
+    layout: Layout, flat: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(device: torch.device | None, purpose: str) -> nullcontext[None]:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(receiving, "own_stream", broken)
+    receiver = Receiver(lambda epoch, store: Replay(flat))
+    receiver.handle(messages.Welcome(0, layout))
+    receiver.handle(EPOCH)
+    receiver.handle(publish_of(flat, layout))
+    until(lambda: receiver.status.state == "failed")
+    assert receiver.status.failure is not None and "launch failure" in receiver.status.failure.text
+    receiver.close()
+
+
 def test_a_receiver_says_where_it_serves_if_it_can_and_shows_what_it_set_in_its_groups_store(
     layout: Layout, flat: torch.Tensor
 ) -> None:

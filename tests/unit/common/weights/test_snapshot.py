@@ -1,5 +1,6 @@
 """Snapshots: their dtypes, which are encoded against which, and what is kept for it."""
 
+import ctypes
 import gc
 import re
 import weakref
@@ -165,11 +166,13 @@ def test_on_a_gpu_the_buffers_of_versions_are_page_locked_while_they_exist(
     locked, asked = dict[int, int](), list[object]()
 
     def register(address: int, size: int, flags: int) -> int:
+        assert ctypes.string_at(address, 2) == b"\x80\x3f", "the buffer is not full"
         locked.update({address: size} if allowed else {})
         return 0 if allowed else 801
 
+    unregister = lambda address: 0 if locked.pop(address) else 1  # noqa: E731
     runtime = SimpleNamespace(
-        cudaHostRegister=register, cudaHostUnregister=locked.pop, cudaError=SimpleNamespace(success=0)
+        cudaHostRegister=register, cudaHostUnregister=unregister, cudaError=SimpleNamespace(success=0)
     )
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
