@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -54,14 +55,15 @@ def with_grace(words: Sequence[str]) -> Sequence[str]:
         return words
     at = words.index(GRACE)
     seconds = int(words[at + 1])
-    shutdown = LocalElasticAgent._shutdown
+    kind: Any = LocalElasticAgent
+    shutdown = kind._shutdown
 
     def patient(agent: LocalElasticAgent, death_sig: signal.Signals = signal.SIGTERM) -> None:
         if agent._pcontext is not None:
             agent._pcontext.close(death_sig, seconds)
         shutdown(agent, death_sig)  # it closes again, which finds no process
 
-    LocalElasticAgent._shutdown = patient
+    kind._shutdown = patient
     return [*words[:at], *words[at + 2 :]]
 
 

@@ -376,7 +376,7 @@ class Receiver:
     def _receive(self, transfer: _Transfer) -> None:
         """The thread of a transfer: receive the payload, make the version of it, and verify that.
 
-        What it asks of a device does not wait for what the engine has asked for.
+        Its work on a device does not wait for the engine's.
         """
         publish, layout = transfer.publish, transfer.layout
         base = transfer.buffer if transfer.is_delta else None  # None as soon as it is changed

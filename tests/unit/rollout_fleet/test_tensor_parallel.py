@@ -186,9 +186,7 @@ def test_a_forked_child_unlocks_nothing_and_an_error_of_unlocking_is_reported_at
     runtime, device = CudaRuntime(refuses=False), torch.device("cuda", 1)
     flats = [torch.zeros(SIZE, dtype=torch.uint8) for _ in range(2)]
     _, reported = on_a_gpu(monkeypatch, runtime)
-    for flat in flats:
-        pinned(flat, device)
-    del flat
+    assert [pinned(flat, device).shape for flat in flats] == [(SIZE,)] * 2
     with monkeypatch.context() as child:
         child.setattr(os, "getpid", lambda: -1)
         flats.pop()
