@@ -159,8 +159,8 @@ def output_bytes(
 ) -> int:
     """Peak of final norm, output layer and loss for this rank's `tokens`, as if all of them were in the loss.
 
-    A `frozen` output layer has no gradient. An entropy takes two float32 tensors of a chunk's logits at once: in the
-    forward pass, where no gradient of the weight exists yet, and in the backward pass if the loss has it.
+    A `frozen` output layer has no gradient. An entropy takes two float32 tensors of a chunk's logits at once. It does
+    so in the forward pass, before the weight's gradient exists, and in the backward pass if the loss has it.
     """
     width = model.vocabulary // parallel.tensor
     norm = 2 * tokens * model.hidden * item // _sequence_shards(parallel)

@@ -157,9 +157,15 @@ def test_training_is_bitwise_the_same_with_offloading(folder: Path, spec: dict[s
         again(found.section(f"{number}.reference"), plain.section(f"{number}.reference"))
     again(found.section("0.policy"), plain.section("0.policy"))
     for number in (1, 2):
-        moved_alike(plain.section("0.policy"), *(each.section(f"{number}.policy") for each in (found, plain)))
+        policies = (each.section(f"{number}.policy") for each in (found, plain))
+        moved_alike(plain.section("0.policy"), *policies, most=most_of(spec))
     for name in ("went", "came"):
-        moved_alike(start_of(folder, spec), found.section(name), plain.section(name))
+        moved_alike(start_of(folder, spec), found.section(name), plain.section(name), most=most_of(spec))
+
+
+def most_of(spec: dict[str, Any]) -> float:
+    """For `moved_alike`. In bfloat16 these steps differ by a third from those in float32; what is lost, by a whole."""
+    return 0.5 if "dtype" in spec else 0.2
 
 
 def start_of(folder: Path, spec: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -173,7 +179,7 @@ def test_a_checkpoint_brings_the_step_back_bitwise_whatever_is_offloaded(folder:
     found = Outcome(folder / spec["name"])
     for rank in found.ranks:
         assert rank["steps"][3] == approximately(rank["steps"][4])
-    moved_alike(start_of(folder, spec), found.section("came"), found.section("went"))
+    moved_alike(start_of(folder, spec), found.section("came"), found.section("went"), most=most_of(spec))
 
 
 @forked_ranks.named(OFFLOAD)
