@@ -31,7 +31,7 @@ SHAPES = {  # turns: long answers at once, some turns, and many turns whose cont
     "four": Shape(turns=4, answer=32, prompt=16, observation=8, requests=256),
     "sixteen": Shape(turns=16, answer=32, prompt=64, observation=64, requests=64),
 }
-LEAST_SHARE = 0.01  # of a GPU: vLLM starts only where so much is free, although the size of its cache is given
+LEAST_SHARE = 0.01  # vLLM starts only where this share of a GPU is free, although its cache's size is given
 ON_CPU = Serving()
 QUIET = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 PLAIN = {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -132,7 +132,7 @@ def test_a_buffer_that_is_gone_cannot_be_mapped_and_holds_no_descriptor() -> Non
 
 
 class CudaRuntime:
-    """What torch.cuda.cudart() has of page-locking, on a machine that allows it or not."""
+    """The page-locking of torch.cuda.cudart(), on a machine that allows it or not."""
 
     cudaError = SimpleNamespace(success=0)
 
