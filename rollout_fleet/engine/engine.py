@@ -245,7 +245,7 @@ class Engine:
                 arguments["attention_backend"] = "CPU_MLA"  # without latent attention nothing changes
         else:
             arguments["moe_backend"] = "triton"  # others reorder the experts when loaded: no updates in place, no proof
-            # It compiles every feature of the samplers, used or not: over a minute at each start on a new machine.
+            # It would compile every feature of the samplers, used or not, at the first start on a machine.
             arguments["kernel_config"] = {"enable_jit_warmup": False}
             if engine.kv_cache_mib is not None:  # vLLM would still refuse to start with less than the share free
                 arguments["gpu_memory_utilization"] = LEAST_SHARE
