@@ -16,7 +16,7 @@ from tests.rigs.processes import ROOT
 from tests.rigs.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.skipif(slurm_missing() != "", reason=slurm_missing())
-DRAINS = "echo begun; trap 'echo emptied; exit 0' TERM; sleep 1000 & wait"
+DRAINS = "trap 'echo emptied; exit 0' TERM; echo begun; sleep 1000 & wait"
 PYTHONPATH = {"PYTHONPATH": str(ROOT)}
 
 
@@ -37,6 +37,7 @@ class Roles:
         """Submit a role that waits until it is released, under srun as a `step`; returns its id."""
         file = jobs_file(self.run).with_name(f"{role}.sbatch")
         file.parent.mkdir(exist_ok=True)
+        log = self.folder / f"{role}.log"
         words = [
             sys.executable,
             "-m",
@@ -47,9 +48,9 @@ class Roles:
             *["srun"] * step,
             "sh",
             "-c",
-            body,
+            f"exec >> {shlex.quote(str(log))}; {body}",  # srun, when it is cancelled, may lose the last words
         ]
-        header = f"#SBATCH --requeue --open-mode=append --output={self.folder}/{role}.log"
+        header = f"#SBATCH --requeue --open-mode=append --output={log}"
         file.write_text(f"#!/bin/sh\n{header}\nexec {shlex.join(words)}\n")
         done = self.cluster.command("sbatch", "--parsable", "--hold", *options, str(file), **PYTHONPATH)
         assert done.returncode == 0, done.stderr
