@@ -30,12 +30,10 @@ import harness
 import psutil
 import talk
 from node_throughput import Served, bare
+from random_qwen3 import Model
 from talk import Serving, Shape
 
-QWEN3_0_6B = {
-    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "initializer_range": 0.02,
-}  # fmt: skip
+QWEN3_0_6B = Model("0.6B", 28, 151936).keys() | {"initializer_range": 0.02}
 SAMPLES = Shape(turns=1, answer=512, cut=1.0, prompt=128, observation=0, requests=256)
 SHORT = Shape(turns=1, answer=32, cut=1.0, prompt=16, observation=0, requests=32)
 CAPTURED = [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256]  # samples of a batch with a CUDA graph

@@ -34,9 +34,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
-import weights_model as models
 import weights_roles as roles
+from random_qwen3 import Model, write_folder
+from weights_model import Specs
 
+from launch.plan.layout import hf_tensors
 from tests.rigs import processes
 
 NODES = 2
@@ -44,6 +46,7 @@ MIB = 1 << 20
 BUCKETS = (16, 64, 256)  # MiB
 ANSWER_S = 60.0  # for what has no limit of its own
 LATE_S = 10.0  # after the end of the time
+VOCABULARY = 151936
 CHANGED = 0.02  # share of the elements that differ from version to version
 WARM_UP = {"host": 2, "device": 1}  # versions until all buffers are there
 TIMEOUT_S = 30.0  # weights.timeout_s
@@ -163,8 +166,11 @@ class Bench:
         self.divisor = 8 if not self.cuda else 4 if short else 1
         self.bare: dict[tuple[str, int, int], float] = {}  # s a byte, by backend, nodes and bytes of a bucket
 
-    def shape(self, layers: int, tied: bool) -> models.Specs:
-        return models.specs(layers, tied, self.divisor)
+    def model(self, layers: int, tied: bool) -> Model:
+        return Model("8B", layers, VOCABULARY // self.divisor, self.divisor, tied)
+
+    def shape(self, layers: int, tied: bool) -> Specs:
+        return [*hf_tensors(self.model(layers, tied).architecture)]
 
     def rates(self, method: str, size: int, **arguments: Any) -> dict[str, Any]:
         """GB/s by name of what the learner alone does with `size` bytes."""
@@ -227,7 +233,7 @@ class Bench:
     def export(self, layers: int, tied: bool, rounds: int) -> dict[str, Any]:
         """As `snapshots`, of what the learner exports from Megatron."""
         with tempfile.TemporaryDirectory() as folder:
-            models.write_folder(Path(folder), layers, tied, self.divisor)
+            write_folder(Path(folder), self.model(layers, tied))
             (found,) = self.crew.ask(Ask(0, "export", {"folder": folder, "rounds": rounds}), limit_s=90.0)
         self.crew.all("clear")
         return {"bytes": found.pop("bytes"), "s": rounded(found)}

@@ -24,10 +24,18 @@ class Model:
     shape: str
     layers: int
     vocabulary: int
+    divisor: int = 1  # makes each size but a head's smaller
+    tied: bool | None = None  # None: as published
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, bool]:
+        *sizes, dim, tied = QWEN3[self.shape]
+        hidden, ffn, heads, kv_heads = (size // self.divisor for size in sizes)
+        return hidden, ffn, heads, kv_heads, dim, tied if self.tied is None else self.tied
 
     @property
     def architecture(self) -> Architecture:
-        hidden, ffn, heads, kv_heads, dim, tied = QWEN3[self.shape]
+        hidden, ffn, heads, kv_heads, dim, tied = self.sizes
         attention = Attention(heads, kv_heads, dim, qk_norm=True)
         dense = (False,) * self.layers
         return Architecture(
@@ -38,16 +46,23 @@ class Model:
         """The configuration of transformers."""
         from transformers import Qwen3Config
 
-        hidden, ffn, heads, kv_heads, dim, tied = QWEN3[self.shape]
         return Qwen3Config(
-            vocab_size=self.vocabulary, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=self.layers,
-            num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=dim, tie_word_embeddings=tied,
-            max_position_embeddings=40960, architectures=["Qwen3ForCausalLM"], eos_token_id=1, pad_token_id=0,
+            **self.keys(), tie_word_embeddings=self.sizes[-1], max_position_embeddings=40960,
+            architectures=["Qwen3ForCausalLM"], eos_token_id=1, pad_token_id=0,
         )  # fmt: skip
+
+    def keys(self) -> dict[str, int]:
+        """The shape in config.json's keys."""
+        hidden, ffn, heads, kv_heads, dim, _ = self.sizes
+        return {
+            "vocab_size": self.vocabulary, "hidden_size": hidden, "intermediate_size": ffn,
+            "num_hidden_layers": self.layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+            "head_dim": dim,
+        }  # fmt: skip
 
     def flops(self, tokens: int, document: int) -> float:
         """Operations of forward and backward over `tokens` in documents of one length."""
-        hidden, ffn, heads, kv_heads, dim, _ = QWEN3[self.shape]
+        hidden, ffn, heads, kv_heads, dim, _ = self.sizes
         layer = hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * ffn
         weights = self.layers * layer + hidden * self.vocabulary
         seen = (document + 1) / 2

@@ -1,6 +1,5 @@
 """Sums of two digits, clean demonstrations for a teacher, sloppy ones for its student, and two random models."""
 
-import json
 import random
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from launch.quickstart.assets import (
     addition_pairs,
     addition_problem,
     build_model,
+    write_rows,
 )
 
 rng = random.Random(0)
@@ -18,14 +18,10 @@ plan = AdditionPlan(digits=2, train=2048, held_out=256, clean=8000, sloppy=1600,
 held_out, train, others = addition_pairs(plan, rng)
 
 
-def write(name, rows):
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-write("held_out.jsonl", map(addition_problem, held_out))
-write("train.jsonl", map(addition_problem, train))
+write_rows(Path("held_out.jsonl"), map(addition_problem, held_out))
+write_rows(Path("train.jsonl"), map(addition_problem, train))
 rows = list(addition_demonstrations(plan, others, rng))
-write("teacher.jsonl", rows[: plan.clean])
-write("student.jsonl", rows)
+write_rows(Path("teacher.jsonl"), rows[: plan.clean])
+write_rows(Path("student.jsonl"), rows)
 build_model(PRESETS["tiny"].model, seed=1, folder=Path("student-model"))
 build_model(PRESETS["tiny"].model, seed=2, folder=Path("teacher-model"))

@@ -1,12 +1,11 @@
 """Hours, what a careless policy and a judge learn first, and two random models of 0.3 M parameters."""
 
-import json
 import random
 from pathlib import Path
 
 from rewards import fits
 
-from launch.quickstart.assets import PRESETS, build_model, build_tokenizer
+from launch.quickstart.assets import PRESETS, build_model, build_tokenizer, write_rows
 
 GREETINGS = ("good morning", "good evening", "hey", "what now")
 JUDGE = "At {time} they say: {completion}\nVerdict:"  # as in config.yaml
@@ -34,13 +33,9 @@ def judged():
     return {"prompt": JUDGE.format(**row, completion=said), "completion": " good" if fits(said, row) else " bad"}
 
 
-def write(name, rows):
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-write("hours.jsonl", [{"time": time} for time in TIMES])
-write("warm_start.jsonl", [greeted() for _ in range(4800)])
-write("judge.jsonl", [judged() for _ in range(12800)])
+write_rows(Path("hours.jsonl"), [{"time": time} for time in TIMES])
+write_rows(Path("warm_start.jsonl"), [greeted() for _ in range(4800)])
+write_rows(Path("judge.jsonl"), [judged() for _ in range(12800)])
 build_model(PRESETS["tiny"].model, seed=1, folder=Path("model"))
 build_model(PRESETS["tiny"].model, seed=2, folder=Path("judge-model"))
 tokenizer = build_tokenizer()

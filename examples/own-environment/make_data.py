@@ -1,10 +1,9 @@
 """Problems, sloppy demonstrations for a warm start, and a random model of 0.3 M parameters."""
 
-import json
 import random
 from pathlib import Path
 
-from launch.quickstart.assets import PRESETS, build_model
+from launch.quickstart.assets import PRESETS, build_model, write_rows
 
 rng = random.Random(0)
 
@@ -21,10 +20,6 @@ def demonstration(sloppy):
     return {"prompt": f"Sort {''.join(digits)}: ", "completion": "".join(answer)}
 
 
-def write(name, rows):
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-write("problems.jsonl", [{"digits": 4}] * 256)
-write("warm_start.jsonl", [demonstration(sloppy=n >= 8000) for n in range(9600)])
+write_rows(Path("problems.jsonl"), [{"digits": 4}] * 256)
+write_rows(Path("warm_start.jsonl"), [demonstration(sloppy=n >= 8000) for n in range(9600)])
 build_model(PRESETS["tiny"].model, seed=1, folder=Path("model"))

@@ -1,10 +1,9 @@
 """Word problems in GSM8K's format, sloppy demonstrations for a warm start, and a random model of 0.3 M parameters."""
 
-import json
 import random
 from pathlib import Path
 
-from launch.quickstart.assets import PRESETS, build_model
+from launch.quickstart.assets import PRESETS, build_model, write_rows
 
 rng = random.Random(0)
 
@@ -30,11 +29,7 @@ def demonstration(row, sloppy):
     return {"prompt": row["question"] + "\n", "completion": answer}
 
 
-def write(name, rows):
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-write("train.jsonl", [problem() for _ in range(2048)])
-write("held_out.jsonl", [problem() for _ in range(256)])
-write("warm_start.jsonl", [demonstration(problem(), sloppy=n >= 11200) for n in range(12800)])
+write_rows(Path("train.jsonl"), [problem() for _ in range(2048)])
+write_rows(Path("held_out.jsonl"), [problem() for _ in range(256)])
+write_rows(Path("warm_start.jsonl"), [demonstration(problem(), sloppy=n >= 11200) for n in range(12800)])
 build_model(PRESETS["tiny"].model, seed=1, folder=Path("model"))

@@ -1,13 +1,12 @@
 """Starts and goals, careless walks that a warm start imitates, and a random model of 0.3 M parameters."""
 
 import asyncio
-import json
 import random
 from pathlib import Path
 
 from walk import MOVES, Walk
 
-from launch.quickstart.assets import PRESETS, build_model
+from launch.quickstart.assets import PRESETS, build_model, write_rows
 from rollout_fleet.environments.protocol import Action
 
 rng = random.Random(0)
@@ -32,11 +31,7 @@ async def careless_walk():
     return {"segments": segments[:-1]}
 
 
-def write(name, rows):
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-write("held_out.jsonl", problems[:48])
-write("train.jsonl", problems[48:])
-write("warm_start.jsonl", [asyncio.run(careless_walk()) for _ in range(9600)])
+write_rows(Path("held_out.jsonl"), problems[:48])
+write_rows(Path("train.jsonl"), problems[48:])
+write_rows(Path("warm_start.jsonl"), [asyncio.run(careless_walk()) for _ in range(9600)])
 build_model(PRESETS["tiny"].model, seed=1, folder=Path("model"))

@@ -4,7 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from launch.quickstart.assets import PRESETS, build_model, build_tokenizer
+from launch.quickstart.assets import PRESETS, build_model, build_tokenizer, write_rows
 
 # A real model's template shows the tools; `<tool_call>` says in which format its calls are parsed.
 TEMPLATE = """
@@ -34,13 +34,9 @@ def demonstration(row, sloppy):
     return {"segments": [asked, [f"<tool_call>{call}</tool_call>", 1], told, [row["answer"], 1]]}
 
 
-def write(name, rows):
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-write("train.jsonl", [problem() for _ in range(512)])
-write("held_out.jsonl", [problem() for _ in range(128)])
-write("warm_start.jsonl", [demonstration(problem(), sloppy=n >= 5600) for n in range(6400)])
+write_rows(Path("train.jsonl"), [problem() for _ in range(512)])
+write_rows(Path("held_out.jsonl"), [problem() for _ in range(128)])
+write_rows(Path("warm_start.jsonl"), [demonstration(problem(), sloppy=n >= 5600) for n in range(6400)])
 build_model(PRESETS["tiny"].model, seed=1, folder=Path("model"))
 tokenizer = build_tokenizer()
 tokenizer.chat_template = TEMPLATE

@@ -233,19 +233,24 @@ def build_model(shape: Mapping[str, Any], seed: int, folder: Path) -> None:
 
 
 def write_datasets(preset: Preset, seed: int, folder: Path) -> None:
-    rng = random.Random(f"addition {seed}")
-    held_out, train, others = addition_pairs(preset.addition, rng)
-    _write(folder / "addition" / "held_out.jsonl", map(addition_problem, held_out))
-    _write(folder / "addition" / "train.jsonl", map(addition_problem, train))
-    _write(folder / "addition" / "sft.jsonl", addition_demonstrations(preset.addition, others, rng))
+    write_addition(preset.addition, random.Random(f"addition {seed}"), folder / "addition", "sft.jsonl")
     for name in ("held_out", "train"):  # one row per number: there are no others to hold out
         rows = ({"number": number} for number in range(1, preset.guessing.highest + 1))
-        _write(folder / "number_guessing" / f"{name}.jsonl", rows)
+        write_rows(folder / "number_guessing" / f"{name}.jsonl", rows)
     rng = random.Random(f"number guessing {seed}")
-    _write(folder / "number_guessing" / "sft.jsonl", guessing_demonstrations(preset.guessing, rng))
+    write_rows(folder / "number_guessing" / "sft.jsonl", guessing_demonstrations(preset.guessing, rng))
 
 
-def _write(path: Path, rows: Iterable[Row]) -> None:
+def write_addition(plan: AdditionPlan, rng: random.Random, folder: Path, demonstrations: str) -> None:
+    """Problems of train.jsonl and held_out.jsonl, and the file `demonstrations`."""
+    held_out, train, others = addition_pairs(plan, rng)
+    write_rows(folder / "held_out.jsonl", map(addition_problem, held_out))
+    write_rows(folder / "train.jsonl", map(addition_problem, train))
+    write_rows(folder / demonstrations, addition_demonstrations(plan, others, rng))
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """A JSON line for each row."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
