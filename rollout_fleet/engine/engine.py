@@ -25,7 +25,7 @@ from common.errors import SlipstreamError, UsageError
 from common.rollouts import VersionRun
 from rollout_fleet.engine import scheduler_stats
 from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation, Session, WeightFeed
-from rollout_fleet.vllm_patches import engine_start, shared_files
+from rollout_fleet.vllm_patches import engine_start, shared_files, socket_folder
 from rollout_fleet.vllm_patches.engine_process import salt, session_key
 from rollout_fleet.vllm_plugin import BACKEND
 from rollout_fleet.weights.engine_weights import UNLABELLED, EngineWeights
@@ -270,6 +270,7 @@ def _prepare_environment(config: Config) -> bool:
     os.environ["HF_HUB_OFFLINE"] = "1"  # the model is a local folder; nothing may be fetched behind our back
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    socket_folder.shorten()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # vLLM forks by default. A forked child cannot use CUDA once its parent has asked the driver for devices, as the
     # question below does without NVML.

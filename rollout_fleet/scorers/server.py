@@ -20,6 +20,7 @@ from common.errors import EXIT_DONE, ConfigError, SlipstreamError
 from common.process.lifecycle import DrainFlag, die_with_parent
 from common.process.logs import last_lines
 from rollout_fleet.scorers.requests import asked
+from rollout_fleet.vllm_patches import socket_folder
 from rollout_fleet.vllm_plugin import PLAIN_ENGINE
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ def environment(scorer: ScorerConfig, ours: Mapping[str, str]) -> dict[str, str]
         own["TORCHDYNAMO_DISABLE"] = "1"
     if scorer.api_key_env:
         own["VLLM_API_KEY"] = ours[scorer.api_key_env]
+    own |= socket_folder.variables()
     return {**{name: value for name, value in ours.items() if name != "VLLM_CPU_KVCACHE_SPACE"}, **own}
 
 

@@ -1,6 +1,7 @@
 """The engine on a GPU: it sets nothing that only a CPU needs, and a flip waits for the device."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from common.weights.transports import nccl
 from common.weights.wire import flat_buffer
 from common.weights.wire.layout import Layout
 from rollout_fleet.engine.engine import Engine, _prepare_environment
-from rollout_fleet.vllm_patches import worker_process
+from rollout_fleet.vllm_patches import socket_folder, worker_process
 from tests.rigs.refusals import refused
 
 CPU_ONLY = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE")
@@ -62,6 +63,17 @@ def test_attention_in_float32_multiplies_as_float32(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     _prepare_environment(job(dtype))
     assert environment.get(PRECISION) == expected
+
+
+@pytest.mark.parametrize(("bytes_of_folder", "is_too_long"), [(70, False), (71, True)])
+def test_sockets_of_the_engine_lie_where_their_paths_are_short_enough(
+    monkeypatch: pytest.MonkeyPatch, bytes_of_folder: int, is_too_long: bool
+) -> None:
+    monkeypatch.setenv("TMPDIR", os.environ.get("TMPDIR", "/tmp"))  # comes back after the test
+    monkeypatch.setattr(tempfile, "tempdir", long := "/".ljust(bytes_of_folder, "x"))
+    socket_folder.shorten()
+    assert tempfile.gettempdir() == ("/tmp" if is_too_long else long)
+    assert (os.environ["TMPDIR"] == "/tmp") or not is_too_long
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import logging
 import socket
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,11 @@ def test_the_key_goes_through_the_environment_and_no_command_line() -> None:
     assert server.environment(config, {"JUDGE_KEY": "sk-secret", "PATH": "/bin"})["VLLM_API_KEY"] == "sk-secret"
     assert "sk-secret" not in " ".join(server.command(config, "127.0.0.1", 1, cpu=True))
     assert "VLLM_API_KEY" not in server.environment(scorer(), {})
+
+
+def test_a_scorers_sockets_lie_where_their_paths_are_short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/".ljust(71, "x"))
+    assert server.environment(scorer(), {})["TMPDIR"] == "/tmp"
 
 
 @pytest.mark.parametrize("url", ["https://127.0.0.1:8001/v1", "http://127.0.0.1/v1", "http://127.0.0.1:8001/api"])
