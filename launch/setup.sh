@@ -9,6 +9,7 @@
 # Running it again is free: it does nothing while requirements and sources of the package list are unchanged.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. launch/follow.sh
 
 usage() { sed -n '2,9s/^# \{0,1\}//p' launch/setup.sh; }
 fail() { echo "setup: $*" >&2; exit 1; }
@@ -90,10 +91,14 @@ if [ -n "$options" ]; then
 fi
 indexes="$(pip config list | sed -nE "s/^[^.]*\.(index-url|find-links)='([^' ]*)'$/--\1 \2/p" | sort -u)"
 
-# add ARGUMENTS: quietly with uv, or with pip where uv is absent or fails
+# add ARGUMENTS: with uv, or with pip where uv is absent or fails; says how far it is
 add() {
-  [ -n "$uv" ] && "$uv" pip install --quiet --python "$venv/bin/python" $indexes "$@" 2>"$venv/uv.log" && return 0
-  pip install --quiet "$@" 2>"$venv/pip.log"
+  local packages=1 site
+  site="$(echo "$venv"/lib/python3*/site-packages)"
+  [ ! -f "${!#}" ] || packages="$(grep -cE '^[a-zA-Z]' "${!#}")"
+  [ -n "$uv" ] && "$uv" pip install --color never --python "$venv/bin/python" $indexes "$@" 2>&1 \
+    | follow "$venv/uv.log" "$packages" "$site" && return 0
+  pip install --progress-bar off "$@" 2>&1 | follow "$venv/pip.log" "$packages" "$site"
 }
 
 # must_add ARGUMENTS: on failure the end of what pip said, without its remarks about configured indexes

@@ -90,6 +90,7 @@ checks() {
   step "pyright" pyright
   step "import contracts" lint-imports
   step "plain words" python -m tests.check_words
+  step "hadolint" hadolint launch/cluster/Dockerfile
 }
 
 cluster() { step "tests on a cluster of hosts" "${pytest[@]}" tests/cluster; }

@@ -2,15 +2,19 @@
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TextIO, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 LINE_EVERY_S = 10.0
+LOOK_EVERY_S = 0.5
+MIB = 1 << 20
 T = TypeVar("T")
 Show = Callable[[int], None]  # called with how many units are complete
 
@@ -45,6 +49,28 @@ def counted(things: Iterable[T], total: int, name: str, unit: str) -> Iterator[T
         for done, thing in enumerate(things, start=1):
             yield thing
             show(min(done, total))
+
+
+@contextmanager
+def growing(folder: Path, total_bytes: int, name: str) -> Generator[None]:
+    """A bar of the MiB in `folder`, while the block writes about `total_bytes` there. The folder may come later."""
+    total = max(1, total_bytes // MIB)
+    ended = threading.Event()
+    with bar(name, total, "MiB written") as show:
+
+        def look() -> None:
+            while not ended.wait(LOOK_EVERY_S):
+                with suppress(OSError):  # the folder is renamed when it is whole
+                    written = sum(file.stat().st_size for file in folder.iterdir())
+                    show(min(total, written // MIB))
+
+        watching = threading.Thread(target=look, name="progress", daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watching.join()
 
 
 def _lines(name: str, total: int, unit: str, out: TextIO, before: int) -> Show:

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.config.converted import WEIGHTS
 from common.config.schema import LearnerConfig, ParallelConfig
 from common.errors import SlipstreamError
 from common.process.lifecycle import die_with_parent, leave
 from common.process.logs import setup_logging
+from common.process.progress import growing
 from learner.rank_process import guard, quiet_libraries
 
 
@@ -30,10 +32,13 @@ def run(arguments: Sequence[str]) -> int:
     import learner.megatron.backend  # noqa: F401  (takes seconds, and prepares for megatron)
     from learner.megatron import parallel
     from learner.megatron.conversion.convert import convert
+    from learner.megatron.conversion.hf_folder import stored_bytes
 
     parallel.initialize(ParallelConfig(), seed=0, timeout_s=LearnerConfig().timeout_s)
+    staging = words.out.with_name(f".{words.out.name}.partial")  # learner.megatron.conversion.hf_folder.new_folder
     try:
-        convert(words.model, words.out, checked=not words.no_verify)
+        with growing(staging / WEIGHTS, stored_bytes(words.model), "convert"):
+            convert(words.model, words.out, checked=not words.no_verify)
     except OSError as error:
         raise SlipstreamError(f"{words.out} could not be written: {error}") from error
     parallel.shutdown()

@@ -20,10 +20,11 @@ def test_the_citation_names_the_version_and_the_licence_of_the_package() -> None
 
 def test_the_hooks_run_every_check_of_the_tests_but_the_tests() -> None:
     script = (ROOT / "launch" / "test.sh").read_text()
-    checks = re.findall(r'^ *step "(?:ruff|pyright|import|plain)[^"]*" (.*)$', script, re.MULTILINE)
+    checks = re.findall(r'^ *step "(?:ruff|pyright|import|plain|hadolint)[^"]*" (.*)$', script, re.MULTILINE)
     (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     hooks = {hook["entry"].removeprefix(".venv/bin/"): hook for hook in repo["hooks"]}
-    assert {check.removesuffix(" .") for check in checks} == set(hooks) and len(checks) == 5
+    assert {check.removesuffix(" .") for check in checks} == set(hooks) and len(checks) == 6
+    assert hooks["hadolint launch/cluster/Dockerfile"]["files"] == "Dockerfile"
     for entry, hook in hooks.items():  # ruff gets the files that change, the others look at everything
         assert (hook["language"], hook.get("pass_filenames", True)) == ("system", entry.startswith("ruff"))
 

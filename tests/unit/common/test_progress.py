@@ -4,18 +4,22 @@ import io
 import logging
 import os
 import pty
+import threading
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from common.process import progress
-from common.process.progress import bar, counted
+from common.process.progress import MIB, bar, counted, growing
+from tests.rigs.waiting import until
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))  # others keep their clock
     yield now
 
 
@@ -52,6 +56,31 @@ def test_a_thing_counts_when_the_next_is_asked_for(clock: list[float], capsys: p
     assert captured.out == ""
     assert captured.err.splitlines()[0] == "export: 1 of 2 tensors, 50%, 10 s left"
     assert captured.err.splitlines()[-1].startswith("export: 2 of 2 "), "never more than all"
+
+
+def test_a_folder_that_grows_is_looked_at_until_the_work_ends(
+    tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LOOK_EVERY_S", 0.001)
+    said: list[str] = []
+
+    def line() -> str:
+        said.extend(capsys.readouterr().err.splitlines())
+        return said[-1] if said else ""
+
+    def holds(name: str, mib: int, now_s: float) -> None:
+        with (tmp_path / "later" / name).open("wb") as file:
+            file.truncate(mib * MIB)
+        clock[0] = now_s
+
+    with growing(tmp_path / "later", 40 * MIB, "convert"):
+        (tmp_path / "later").mkdir()
+        holds("one", 10, now_s=10.0)
+        until(lambda: line() == "convert: 10 of 40 MiB written, 25%, 30 s left")
+        holds("two", 60, now_s=20.0)
+        until(lambda: line() == "convert: 40 of 40 MiB written, 100%, 0 s left")
+        (tmp_path / "later").rename(tmp_path / "made")
+    assert len(said) == 2 and all(thread.name != "progress" for thread in threading.enumerate())
 
 
 def test_a_terminal_shows_a_bar_and_log_lines_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
