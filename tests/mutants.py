@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.harness import machine
 from tests.reached import reached, run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -149,6 +150,8 @@ def main() -> None:
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what a killed test leaves behind can be ended
     for name in LIBRARIES:
         importlib.import_module(name)
+    arguments = {name: getattr(options, name) for name in ("count", "seed", "survivors")}
+    origin = {"commit": commit, "arguments": arguments, "machine": machine()}
     os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "1"}
     os.chdir(tree)
     sys.path[:] = [str(tree), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
@@ -174,7 +177,7 @@ def main() -> None:
             mutant["equivalent"] = reason
         mutants.append(mutant)
         print(f"{len(mutants)} {shown(mutant)}: {mutant['killed_by'] or 'SURVIVED'}", flush=True)
-        about = {"commit": commit, "seed": options.seed, "possible": len(everything), **summary(mutants)}
+        about = {**origin, "possible": len(everything), **summary(mutants)}
         options.out.write_text(json.dumps(about | {"mutants": mutants}, indent=1) + "\n")
 
 
