@@ -1,12 +1,12 @@
-# Sourced by launch/setup.sh:   INSTALLER 2>&1 | follow LOG PACKAGES SITE_PACKAGES
-# Says how far uv or pip is and how long it still takes, from its own lines, all of which LOG keeps. A terminal has one
-# line, written again each second; else a line comes every 15 s. uv names its large downloads at once, with their sizes:
-# those that have ended count. pip names one of the PACKAGES after another, and then installs them into SITE_PACKAGES.
+# Sourced by launch/setup.sh. `INSTALLER 2>&1 | follow LOG PACKAGES SITE_PACKAGES` says how far uv or pip is.
+# It reads their lines and keeps all of them in LOG. A terminal has one line, which is written again each second.
+# Elsewhere a line comes every 15 s. uv names its large downloads at once, with sizes: those that have ended count.
+# pip names one of the PACKAGES after another. Then it installs them into SITE_PACKAGES.
 follow_every_s=15
 
 follow() {
   local log="$1" packages="$2" site="$3" line last="" unit="" name size text terminal="" wait_s=5
-  local done=0 total=0 before=0 begun=$SECONDS shown=$SECONDS
+  local done=0 total=0 before=0 named=0 begun=$SECONDS shown=$SECONDS
   local -A mib=()
   [ ! -t 1 ] || { terminal=yes; wait_s=1; }
   : > "$log"
@@ -18,7 +18,7 @@ follow() {
         mib["${name%% *}"]="$(whole_mib "${size%)}")"
         unit="MiB downloaded" total=$((total + ${mib["${name%% *}"]})) ;;
       " Downloaded "*) done=$((done + ${mib["${line# Downloaded }"]:-0})) ;;
-      "Collecting "*|"Processing "*) unit="packages fetched" done=$((done + 1)) total=$packages ;;
+      "Collecting "*|"Processing "*) unit="packages fetched" done=$named named=$((named + 1)) total=$packages ;;
       "Installing collected packages: "*)
         name="${line//[^,]/}" unit="packages installed" total=$((${#name} + 1)) begun=$SECONDS
         before="$(distributions "$site")" ;;
@@ -31,7 +31,7 @@ follow() {
     fi
     if [ -n "$terminal" ]; then
       printf '\r\033[Ksetup: [%3ds] %s' "$SECONDS" "$text"
-    elif [ $((SECONDS - shown)) -ge "$follow_every_s" ]; then
+    elif [ -n "$text" ] && [ $((SECONDS - shown)) -ge "$follow_every_s" ]; then
       shown=$SECONDS
       printf 'setup: [%3ds] %s\n' "$SECONDS" "$text"
     fi

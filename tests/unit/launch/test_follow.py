@@ -62,9 +62,9 @@ def test_pip_fetches_so_many_of_the_packages_and_then_installs_what_it_has_colle
     said = subprocess.run(command(tmp_path, 8, 10), input=PIP, capture_output=True, text=True, check=True).stdout
     assert said.splitlines() == [
         "setup: [ 10s] Looking in indexes: https://pypi.org/simple",
-        "setup: [ 20s] 1 of 8 packages fetched, about 140 s left",
-        "setup: [ 30s] 2 of 8 packages fetched, about 90 s left",
-        "setup: [ 40s] 2 of 8 packages fetched, about 120 s left",
+        "setup: [ 20s] 0 of 8 packages fetched",
+        "setup: [ 30s] 1 of 8 packages fetched, about 210 s left",
+        "setup: [ 40s] 1 of 8 packages fetched, about 280 s left",
         "setup: [ 50s] 0 of 4 packages installed",
         "setup: [ 60s] 1 of 4 packages installed, about 30 s left",
     ]
