@@ -1,6 +1,6 @@
 # Sourced by launch/setup.sh. `INSTALLER 2>&1 | follow LOG PACKAGES SITE_PACKAGES` says how far uv or pip is.
 # It reads their lines and keeps all of them in LOG. A terminal has one line, which is written again each second.
-# Elsewhere a line comes every 15 s. Of uv, the large downloads that have ended count, by their sizes.
+# Elsewhere a line comes every 15 s. For uv it counts the sizes of large downloads that have ended.
 # pip names one of the PACKAGES after another. Then it installs them into SITE_PACKAGES.
 follow_every_s=15
 
