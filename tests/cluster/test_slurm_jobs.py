@@ -98,8 +98,8 @@ def test_a_learner_that_ended_for_good_ends_the_run(roles: Roles, code: int, liv
     jobs = roles.start(f"echo begun; exit {code}", nodes=2, step=step)
     roles.until_ended()
     assert roles.log("learner").count("begun") == lives
-    assert roles.log("fleet").count("emptied") == 2
-    assert roles.log("broker").count("emptied") == 1
+    assert roles.log("fleet").count("emptied") == 2, roles.told()
+    assert roles.log("broker").count("emptied") == 1, roles.told()
     assert f"ExitCode={code}:0" in roles.cluster.said("scontrol", "show", "job", "--oneliner", jobs.learner)
 
 

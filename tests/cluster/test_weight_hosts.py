@@ -79,11 +79,8 @@ def test_a_version_crosses_the_cable_of_the_learner_once_however_many_nodes_ther
     assert seconds > 0.9 * rig.ideal_s(SIZE), "the cables are slower than the transfer"
     for node in rig.nodes:
         assert SIZE < found.received(node.host) < ONCE * SIZE
-    assert found.sent(rig.learner_host) < ABOUT_ONCE * SIZE
-
-
-def test_the_next_version_takes_hardly_longer_with_three_nodes_than_with_one(rig: WeightRig) -> None:
-    assert rig.spread(SIZE).seconds(rig.nodes) < 2 * rig.ideal_s(SIZE)
+    for host in (rig.learner_host, *rig.hosts):
+        assert found.sent(host) < ABOUT_ONCE * SIZE, f"{host.name}: three nodes would take longer than one"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5], ids=["at once", "half through"])
