@@ -92,7 +92,8 @@ def as_json(run: RunDir | None, seen: Observation) -> dict[str, Any]:
     """The answer of `slipstream status` for programs, which rely on its keys; ages count up to now."""
     status, live = seen.status, seen.live
     if status.learner is None:
-        learner = NO_LEARNER | {"waiting_on": "a learner to start" if live else ""}
+        waits = "a learner to start" if live and not seen.begins else ""
+        learner = NO_LEARNER | {"state": seen.learner_state, "waiting_on": waits}
     else:
         last_seen_s = status.learner_last_seen_s
         times = {"since_s": status.learner.since_s + (last_seen_s if live else 0.0), "last_seen_s": last_seen_s}
