@@ -7,6 +7,7 @@ Exit code 3 is a failure that a restart of the same role would meet again.
 import argparse
 import importlib
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.errors import EXIT_FAILED, EXIT_USAGE, SlipstreamError
+from common.errors import EXIT_FAILED, EXIT_USAGE, SlipstreamError, meant
 from common.process.lifecycle import join_supervisor, leave
 
 DESCRIPTION = """Asynchronous GRPO: a Megatron learner, an elastic fleet of vLLM nodes and a broker between them.
@@ -160,13 +161,18 @@ def run() -> NoReturn:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; overrides may stand before and after options. Exits with code 2 on bad usage."""
+    words = sys.argv[1:] if argv is None else [*argv]
     parser = build_parser()
-    args, rest = parser.parse_known_args(argv)
+    if words and words[0] not in COMMANDS and not words[0].startswith("-"):
+        parser.error(f"unknown command '{words[0]}'; {meant(words[0], COMMANDS, '`slipstream --help` lists them')}")
+    args, rest = parser.parse_known_args(words)
     if args.command == "logs" and args.role is None and len(rest) == 1 and not rest[0].startswith("-"):
         args.role = rest.pop()  # it stood after an option
     if rest:
         if not hasattr(args, "overrides") or any(word.startswith("-") or "=" not in word for word in rest):
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+            options = re.findall(r"--[a-z-]+", args.parser.format_usage())
+            hint = meant(rest[0], options, f"`{args.parser.prog} --help` lists what it takes")
+            args.parser.error(f"unrecognized arguments: {' '.join(rest)}; {hint}")
         args.overrides = [*args.overrides, *rest]
     first = args.config if args.command in ("learner", "rollout") else None
     if first and "=" in first and not os.path.exists(first):
@@ -185,6 +191,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", help=text)
     made = {name: commands.add_parser(name, description=text) for name, (_, _, text) in COMMANDS.items()}
     for name, (_, shared, _) in COMMANDS.items():
+        made[name].set_defaults(parser=made[name])
         for word in shared.split():
             made[name].add_argument(*[word] * word.startswith("--"), **SHARED[word])
     _add_job_arguments(made)

@@ -3,6 +3,8 @@
 import asyncio
 import sys
 from contextlib import closing, redirect_stdout
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,7 +12,7 @@ import msgspec
 from common.config.schema import Config
 from common.errors import ConfigError, of_source
 from common.hub import load_tokenizer
-from common.json_lines import first_row
+from common.json_lines import dataset_rows, first_row
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.description import Description, check_environment
 from rollout_fleet.environments.isolation.backend import Backend
@@ -32,6 +34,7 @@ from rollout_fleet.episode.sampler_protocol import Sampler
 
 # Reward functions judge these before a launch: a sentence, and the answer of a policy that ends its turn at once.
 MADE_UP = ("The answer is 42.", "")
+PROMPTS_TRIED = 1000  # rows that are filled into tasks.prompt before a launch
 
 
 def build_drivers(config: Config, sampler: Sampler, thread: EnvironmentThread) -> dict[str, EpisodeDriver]:
@@ -131,7 +134,7 @@ async def first_observation(config: Config, found: Description, problem: dict[st
 
 
 def check_rewards(config: Config, found: Description, file: str) -> None:
-    """Try tasks.prompt and tasks.reward on the first row of the dataset, where that can be read here.
+    """Try tasks.prompt on the first rows of the dataset and tasks.reward on the first, where they can be read here.
 
     Raises ConfigError, naming the row, for a template that does not fit, and for functions that do not judge MADE_UP.
     """
@@ -139,14 +142,15 @@ def check_rewards(config: Config, found: Description, file: str) -> None:
 
     if (first := first_row(config.tasks.dataset)) is None:
         return  # said by the config's checks, or on another machine
+    prompt: Any = registry.played(config.tasks)[1]["prompt"]
+    for where, row in islice(dataset_rows(Path(config.tasks.dataset), "tasks.dataset"), PROMPTS_TRIED):
+        try:
+            list(messages_of(prompt, msgspec.json.decode(row, type=dict[str, Any])))
+        except ValueError as error:
+            expected = "a template whose columns are in each row, or rows with the column 'prompt'"
+            raise ConfigError(file, "tasks.prompt", expected, f"{where}: {error}") from error
     where, row = first
     problem = msgspec.json.decode(row, type=dict[str, Any])
-    try:
-        prompt: Any = registry.played(config.tasks)[1]["prompt"]
-        list(messages_of(prompt, problem))
-    except ValueError as error:
-        expected = "a template whose columns are in the dataset, or a dataset with the column 'prompt'"
-        raise ConfigError(file, "tasks.prompt", expected, f"{where}: {error}") from error
     try:
         with redirect_stdout(sys.stderr):  # the command's output is not for functions
             asyncio.run(first_observation(config, found, problem))

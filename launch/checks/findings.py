@@ -79,7 +79,8 @@ def show(findings: Sequence[Finding]) -> None:
         reasons = [] if finding.level == "fine" else [f"why:  {finding.why}", f"fix:  {finding.fix}"]
         show_line(console, finding.level, finding.check, finding.what, reasons)
     problems, warnings, good = (sum(f.level == level for f in findings) for level in ("problem", "warning", "fine"))
-    console.print(f"{problems} problem{'' if problems == 1 else 's'}, {warnings} warnings, {good} fine")
+    counted = (f"{n} {word}{'' if n == 1 else 's'}" for n, word in ((problems, "problem"), (warnings, "warning")))
+    console.print(f"{', '.join(counted)}, {good} fine")
 
 
 def show_line(console: Console, level: Level, name: str, text: str, details: Iterable[str] = ()) -> None:

@@ -20,7 +20,7 @@ from common.process.run_dir import RunDir
 from common.run_reader import LATEST, MetricsTail
 from common.waste import WASTE_REASONS, Waste, wasted_tokens
 from launch.observe.advisor import Advice, advice_for
-from launch.observe.observation import Observation, Outcome, failed_samples, whole_waste
+from launch.observe.observation import Observation, Outcome, failed_samples, given_up, whole_waste
 
 # ---------------------------------------------------------------- stalls
 # docs/stalls.md explains every kind.
@@ -46,7 +46,7 @@ def duration(seconds: float) -> str:
 def stalls_of(seen: Observation) -> list[Stall]:
     """The stalls that `explain` finds while the broker answers, else one that says that it does not."""
     if seen.live:
-        return explain(seen.status)
+        return [] if seen.begins else explain(seen.status)
     learner, address = seen.status.learner, seen.status.address
     if seen.unreachable:
         waits = f"the broker at {address}, which does not answer ({seen.note.partition(';')[0]})"
@@ -154,6 +154,8 @@ def render_status(
             parts.append(Text(f"newest node: {joined}", "dim"))
         parts.append(stalls_page(seen))
     parts.append(waste_table(seen.status))
+    if (lost := given_up(seen.status.groups_dead)) and finished is None:
+        parts.append(Text(lost, "yellow"))
     if failed := failed_samples(seen.status, run):
         by_size = ", ".join(f"{count:,} {reason}" for reason, count in Counter(failed).most_common())
         parts.append(Text(f"{sum(failed.values()):,} samples failed: {by_size}", "yellow"))
@@ -213,6 +215,7 @@ def figures(config: Config, seen: Observation | None, tail: Steps, expired: floa
     if seen is not None:
         rows["generation"] = f"{_rate(seen):,.0f} tokens/s  {seen.status.tokens_generated_total:,} in all"
         rows["wasted"] = waste_sentence(seen.status)
+        rows["failed"] = given_up(seen.status.groups_dead)
     if advice := advice_for(tail.lines, config.staleness.max):
         rows["advice"] = advice.text
     return {name: text for name, text in rows.items() if text}
@@ -225,7 +228,8 @@ def processes(seen: Observation) -> RenderableType:
         table.add_column(name, no_wrap=name != "waiting on", justify="right" if name in ("pid", "version") else "left")
     learner = status.learner
     if learner is None:
-        table.add_row("learner", "-", _state(state), "-", "", "a learner to start" if seen.live else "")
+        waits = "" if not seen.live else "its imports: RUN/logs/learner-0.log" if seen.begins else "a learner to start"
+        table.add_row("learner", "-", _state(state), "-", "", waits)
     else:
         since = duration(status.learner_last_seen_s if state == "silent" else learner.since_s)
         version = str(learner.policy_version)
@@ -304,6 +308,8 @@ def plain_line(config: Config, seen: Observation | None, tail: Steps) -> str:
     waits = f"{_with_reason('', learner.waiting_on)} {duration(learner.since_s)}" if learner else ""
     parts.append(f"learner: {seen.learner_state}{waits}")
     parts.append(f"groups: {status.groups_ready} ready {status.groups_leased} leased")
+    if lost := given_up(status.groups_dead):
+        parts.append(lost)
     for node in status.nodes:
         state = _with_reason(node.report.state if node.alive else "gone", node.report.waiting_on)
         parts.append(f"{node.report.node_id}: {state} v{node.report.policy_version}")

@@ -92,7 +92,7 @@ def whole_ledger(former: Sequence[list[LedgerEntry]], newest: list[LedgerEntry])
 def show(entries: Sequence[LedgerEntry]) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("serial", "state", "step", "versions", "attempts", "reward", "nodes"):
-        table.add_column(name, justify="left" if name in ("state", "nodes") else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in ("state", "nodes") else "right", no_wrap=name != "nodes")
     for entry in entries:
         versions = "-" if entry.version_min is None else f"{entry.version_min}..{entry.version_max}"
         reward = "-" if entry.reward_mean is None else f"{entry.reward_mean:.3f}"

@@ -17,6 +17,7 @@ from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
 from common.evaluation import EvalResult
 from common.metrics import StepMetrics
+from common.process.lock_file import is_locked
 from common.process.run_dir import RunDir
 from common.run_reader import MetricsTail, ends, read_tail
 from common.security.credentials import Role
@@ -39,13 +40,14 @@ class Observation:
     note: str = ""  # why the status is not live
     unreachable: bool = False  # the broker's process is alive and did not answer, so the status may be outdated
     age_s: float = 0.0  # 0 when the status is live
+    begins: bool = False  # `up` has started a learner, which has not attached yet
 
     @property
     def learner_state(self) -> str:
         """The state it reported; 'silent' when it has not reported for long (killed, stopped or unreachable)."""
         learner = self.status.learner
         if learner is None:
-            return "absent"
+            return "starting" if self.begins else "absent"
         lost = self.live and self.status.learner_last_seen_s > LOST_AFTER_S
         return "silent" if lost and learner.state not in LEARNER_ENDED else learner.state
 
@@ -68,7 +70,9 @@ def ask(
 def observe(job: Target, timeout_s: float = ANSWER_TIMEOUT_S, last: Observation | None = None) -> Observation:
     """Ask the broker; fall back to RUN/status.json, at an ADDRESS to `last`. Raises SlipstreamError without either."""
     try:
-        return Observation(ask(job, lambda client: client.status(), timeout_s), live=True)
+        status = ask(job, lambda client: client.status(), timeout_s)
+        begins = status.learner is None and job.run is not None and is_locked(job.run.path / "up.lock")
+        return Observation(status, live=True, begins=begins)
     except SlipstreamError as error:
         reason = str(error)
         if (run := job.run) is None:
@@ -88,7 +92,8 @@ def as_json(run: RunDir | None, seen: Observation) -> dict[str, Any]:
     """The answer of `slipstream status` for programs, which rely on its keys; ages count up to now."""
     status, live = seen.status, seen.live
     if status.learner is None:
-        learner = NO_LEARNER | {"waiting_on": "a learner to start" if live else ""}
+        waits = "a learner to start" if live and not seen.begins else ""
+        learner = NO_LEARNER | {"state": seen.learner_state, "waiting_on": waits}
     else:
         last_seen_s = status.learner_last_seen_s
         times = {"since_s": status.learner.since_s + (last_seen_s if live else 0.0), "last_seen_s": last_seen_s}
@@ -133,6 +138,19 @@ def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(sorted(total.items()))
 
 
+def given_up(tasks: int) -> str:
+    """'3 tasks given up, their episodes failed: `slipstream ledger RUN` says why'; '' without any."""
+    many = "" if tasks == 1 else "s"
+    return f"{tasks:,} task{many} given up, every try failed: `slipstream ledger RUN` says why" if tasks else ""
+
+
+def dead_tasks(run: RunDir) -> int:
+    """Tasks whose every try failed, by RUN/status.json; 0 without it."""
+    with suppress(OSError, ValueError):
+        return msgspec.json.decode(run.status_json.read_bytes(), type=BrokerStatus).groups_dead
+    return 0
+
+
 class Outcome(msgspec.Struct, frozen=True):
     """Steps, reward, accuracy and places of a run. The figures are those of the files that are there."""
 
@@ -142,6 +160,7 @@ class Outcome(msgspec.Struct, frozen=True):
     held_out: dict[str, float] = {}  # accuracy of the final model: greedy and sampled, else by dataset
     model: str = ""  # '' while the run is not finished
     report: str = ""
+    tasks_given_up: int = 0  # by the newest broker
 
     @property
     def finished(self) -> bool:
@@ -155,7 +174,8 @@ class Outcome(msgspec.Struct, frozen=True):
         """The figures and places, '; ' in front of each."""
         first, last = self.reward.values()
         reward = "" if first is None else f"; reward {first:.3f} (first 5 steps) to {last:.3f} (last 10)"
-        return reward + self.places()
+        lost = given_up(self.tasks_given_up)
+        return reward + (f"; {lost}" if lost else "") + self.places()
 
     def places(self) -> str:
         """As `words`, without the reward."""
@@ -178,7 +198,8 @@ def outcome_of(run: RunDir, config: Config, tail: MetricsTail[StepMetrics]) -> O
     folder = run.model / "config.json"
     report = run.report / "report.html"
     steps = tail.last.policy_version if tail.last else 0
-    reached = Outcome(steps, config.run.steps, ends(tail.series(lambda line: line.reward_mean)))
+    reward = ends(tail.series(lambda line: line.reward_mean))
+    reached = Outcome(steps, config.run.steps, reward, tasks_given_up=dead_tasks(run))
     if version is None:
         return reached
     last = [line for line in tail.evaluations if line.policy_version == version]

@@ -16,6 +16,7 @@ from common.run_reader import LATEST, MetricsTail
 from common.waste import WASTE_REASONS
 from launch.observe.advisor import advice_for
 from launch.observe.job_view import duration, sparkline
+from launch.observe.observation import given_up
 
 Steps = MetricsTail[StepMetrics]
 Rows = list[tuple[str, str]]
@@ -137,6 +138,8 @@ def wasted(summary: Mapping[str, Mapping[str, Any]], tail: Steps) -> Iterator[st
     counts |= {f"samples failed ({reason})": count for reason, count in summary["failed_samples"].items()}
     if any(counts.values()):
         yield ", ".join(f"{count:,.0f} {what}" for what, count in counts.items() if count)
+    if lost := given_up(summary["run"].get("tasks_given_up", 0)):
+        yield lost
     nodes, seconds = tail.mean(lambda line: line.nodes_live), summary["run"]["seconds"]
     if nodes and seconds and (idle := by_reason.get("seconds_waiting", 0) / nodes / seconds) >= 0.01:
         yield f"nodes had no work {min(1.0, idle):.0%} of their time"

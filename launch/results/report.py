@@ -26,7 +26,7 @@ from common.process.run_dir import RunDir, differences, unwritable, write_json
 from common.run_reader import LATEST, MetricsTail, ends, known, read_tail
 from common.waste import WASTE_REASONS
 from launch.observe.advisor import advice_for
-from launch.observe.observation import summed
+from launch.observe.observation import dead_tasks, summed
 from launch.resolve_target import any_config_of, find_run
 from launch.results.comparison import Compared, grouped
 from launch.results.one_page import page_rows, text_of
@@ -192,6 +192,7 @@ def summarise(run: RunDir, tail: MetricsTail[StepMetrics], config: Config | None
             "steps": len(lines),
             "seconds": seconds,
             "incarnations": (last.incarnation or 0) + 1,
+            "tasks_given_up": dead_tasks(run),
         },
         "reward": {**ends(rewards), "best_step": max(rewards), "steps_to_0.9": first_above(rewards, 0.9)},
         "staleness": {

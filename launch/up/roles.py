@@ -126,7 +126,8 @@ def evaluate(args: argparse.Namespace) -> int:
         raise UsageError(f"{file} is a warm start's config; eval needs an RL job's, for its environment")
     config, run = load_job(str(file), args.overrides, environment=True)
     if not config.evaluation.paths:
-        raise UsageError(f"{file}: evaluation.datasets names no held-out problems")
+        how = f"`slipstream eval {args.config} 'evaluation.datasets=[FILE]'` measures those of FILE"
+        raise UsageError(f"{file}: evaluation.datasets names no held-out problems; {how}")
     model = Path(args.model) if args.model else run.model
     setup_logging("eval", "0", run.logs, config.telemetry.log_level)
     os.environ.update(thread_environment(config.rollout.threads))

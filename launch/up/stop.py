@@ -15,7 +15,7 @@ from common.process.lock_file import is_locked
 from common.process.run_dir import write_json
 from common.run_reader import read_tail
 from launch.observe.observation import ask
-from launch.resolve_target import Target, find_run, find_target, handed_out
+from launch.resolve_target import Target, config_of, find_run, find_target, handed_out
 
 ASK_EVERY_S = 0.3
 TAKEOVER_S = 15.0  # a standby broker leads within this time
@@ -60,6 +60,9 @@ def over(job: Target, last: BrokerStatus | None, silent_s: float) -> bool:
 def resume(args: argparse.Namespace) -> int:
     """Say up to which step and evaluation rules have been answered. A paused learner looks about once a second."""
     run = find_run(args.run)
+    if (config := config_of(run)) is not None and not config.watch:
+        hint = f"a job that was stopped continues with `slipstream up {run.config}`"
+        raise UsageError(f"{run.path} has no watch rules, so none has paused it; {hint}")
     tail = read_tail(run.metrics, StepMetrics)
     answered = {"step": tail.last.step} if tail.last else {}
     if tail.evaluations:

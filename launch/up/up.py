@@ -38,6 +38,7 @@ from launch.up.roles import role_command
 from launch.up.supervisor import DRAIN_S, Role, RoleSpec, Supervisor, describe_exit, end_error
 from learner.loop.run_files import read_record
 
+USED = "runs this job with `slipstream up`; `slipstream top` shows it, `slipstream stop` ends it"
 BROKER_START_S = 30.0
 NODES_LEAVE_S = 30.0  # after the job is done, before they are told to
 NODES_WITHOUT_BROKER_S = 3.0  # after the job is done nodes have nothing to save
@@ -53,7 +54,7 @@ def command(args: argparse.Namespace) -> int:
     config, run = ready(load_config(Path(args.config), args.overrides), args.config)
     said, found = first_line(config, args.config)
     with ExitStack() as lock:
-        lock.enter_context(only_one(run.path / "up.lock", "runs this job with `slipstream up`"))
+        lock.enter_context(only_one(run.path / "up.lock", USED))
         if done := finished(run, config):
             print(done)
             return EXIT_DONE

@@ -114,6 +114,9 @@ def _check_shape(found: object, name: str, file: str) -> None:
     if not inspect.isclass(found):
         reason = f"{name!r}, which is a {type(found).__name__}"
         hint = f"a function that judges an answer is a `tasks.reward: {name}`; docs/rewards.md" * callable(found)
+        if inspect.isfunction(found) and {*AGENT_KEYWORDS} & inspect.signature(found).parameters.keys():
+            reason = f"{name!r}, which is {'async ' * inspect.iscoroutinefunction(found)}def {inspect.signature(found)}"
+            hint = "an agent is `async def` and takes these keywords; docs/agents.md"
         raise ConfigError(file, KEY, f"an environment class, or an agent ({AGENT})", reason, hint or None)
     for method in ("reset", "step"):
         if not inspect.iscoroutinefunction(getattr(found, method, None)):

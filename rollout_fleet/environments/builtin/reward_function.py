@@ -74,6 +74,7 @@ class RewardFunction:
         for each in _rewards(reward, options, file):
             given = ("action",) if each.takes_action else ()
             key = "tasks.options" if isinstance(reward, str) else each.key.replace(".function", ".options")
+            each.check_signature(file)
             check_arguments(each.function, each.options, ("completion", "row"), given, file=file, key=key)
             libraries += getattr(each.function, "NEEDS", ())
         return tuple(libraries)
@@ -108,6 +109,23 @@ class _Reward:
     @property
     def takes_action(self) -> bool:
         return "action" in inspect.signature(self.function).parameters
+
+    def check_signature(self, file: str) -> None:
+        """Raise ConfigError for a function that cannot be called with one completion and its row, as TRL's and verl's.
+
+        A function that needs more gets it as options; without any option it was written for other arguments.
+        """
+        signature = inspect.signature(self.function)
+        more = [p for p in [*signature.parameters.values()][2:] if p.name != "action" and p.default is p.empty]
+        needs = any(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in more) and not self.options
+        try:
+            signature.bind_partial("completion", "row")
+            fits = not needs and "completions" not in signature.parameters
+        except TypeError:
+            fits = False
+        if not fits and self.default not in BUILT_IN:
+            hint = "columns are in `row`; docs/migrate.md translates functions of TRL and verl"
+            raise ConfigError(file, self.key, "a function (completion, row)", f"{self.default}{signature}", hint)
 
     def check_second(self, row: Mapping[str, Any]) -> None:
         """Raise RewardFailed for a second parameter that is named like a column, as in TRL and verl: it gets the row.

@@ -69,7 +69,7 @@ def test_environment_that_cannot_be_used_is_refused(job, capsys, command, name):
     ("words", "key"),
     [
         (["tasks.reward=exact_mach"], "tasks.reward"),
-        (["tasks.reward=json:loads"], "tasks.options"),
+        (["tasks.reward=json:loads"], "tasks.reward"),
         (["tasks.reward=exact_match", "tasks.prompt={questoin}"], "tasks.prompt"),
         (["tasks.reward=exact_match", "tasks.prompt={question}", "tasks.options.column=anwser"], "tasks.reward"),
     ],
@@ -125,6 +125,20 @@ def test_what_names_no_run_and_the_config_of_another_kind_of_job_are_refused(job
     for command in ("status", "web"):
         assert "not the folder of a run" in refusal(capsys, command, str(job.parent))
     assert "does not exist yet" in refusal(capsys, "status", str(job))
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["reprot", "run"], "did you mean 'report'?"),
+        (["up", "job.yaml", "--webb"], "did you mean '--web'?"),
+        (["status", "run", "second"], "`slipstream status --help`"),
+    ],
+)
+def test_a_mistyped_command_or_option_is_told_with_the_nearest(capsys, words, hint):
+    with pytest.raises(SystemExit, match=str(EXIT_USAGE)):
+        main(words)
+    assert hint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["unknown"], ["up"], ["status"], ["up", "c.yaml", "--nope"], ["up", "c.yaml", "x"]])

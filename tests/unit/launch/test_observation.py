@@ -6,11 +6,14 @@ import pytest
 from broker.contract import JoinTimes, LedgerEntry, NodeReport
 from broker.delivery.learner_rules import LearnerRules
 from common.errors import EXIT_FAILED
+from common.metrics import StepMetrics
+from common.process.lock_file import take_lock
 from common.process.run_dir import BrokerFile, RunDir, write_json
+from common.run_reader import read_tail
 from launch.cli import main
-from launch.observe.job_view import render_status
-from launch.observe.ledger import observe_ledger, whole_ledger
-from launch.observe.observation import Observation, as_json, failed_samples
+from launch.observe.job_view import plain_line, render_live, render_status
+from launch.observe.ledger import observe_ledger, show, whole_ledger
+from launch.observe.observation import Observation, as_json, failed_samples, outcome_of
 from launch.resolve_target import Target
 from tests.rigs.brokers import DurableRig
 from tests.rigs.configs import LEARNER, json_of, living_broker, node_status, status_of, text_of, write_broker
@@ -89,6 +92,35 @@ def test_living_broker_is_asked(config, run, capsys):
         assert (found["live"], found["learner"]["state"]) == (True, "absent")
         assert found["broker"]["address"] == server.address
         assert json_of(capsys, "ledger", str(run.path)) == []
+
+
+def test_a_learner_that_up_has_started_is_starting_and_nobody_is_told_to_start_one(config, run, capsys):
+    with living_broker(config), take_lock(run.path / "up.lock"):
+        found = json_of(capsys, "status", str(run.path))
+        assert (found["learner"]["state"], found["stalls"]) == ("starting", [])
+        assert main(["status", str(run.path)]) == 0
+        assert "RUN/logs/learner-0.log" in capsys.readouterr().out
+    with living_broker(config):
+        assert [stall["kind"] for stall in json_of(capsys, "status", str(run.path))["stalls"]] == ["no_learner"]
+
+
+def test_tasks_that_were_given_up_are_told_while_a_job_runs_and_after_it(config, run):
+    status = status_of(node_status(), groups_dead=3)
+    said = "3 tasks given up, every try failed: `slipstream ledger RUN` says why"
+    tail = read_tail(run.metrics, StepMetrics)
+    seen = Observation(status, live=True)
+    assert said in text_of(render_status(run, seen))
+    assert said in text_of(render_live(config, seen, tail, []))
+    assert said in plain_line(config, seen, tail)
+    assert said not in outcome_of(run, config, tail).words()
+    write_json(run.status_json, status)
+    assert said in outcome_of(run, config, tail).words()
+
+
+def test_a_narrow_terminal_still_shows_the_state_of_each_task(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    show([LedgerEntry(1, "dead", 3, ["node-0"] * 3, None, None, None, None, "every sample failed: " + "long " * 40)])
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["1", "dead"]
 
 
 def test_a_broker_of_another_machine_is_asked_though_its_process_is_not_seen_here(config, run, capsys):

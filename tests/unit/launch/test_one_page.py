@@ -7,9 +7,11 @@ import msgspec
 import pytest
 
 from common.metrics import StepMetrics
+from common.process.run_dir import write_json
 from common.run_reader import MetricsTail, read_tail
 from launch.results.one_page import changes, page_rows, shares, trend
 from launch.results.report import summarise
+from tests.rigs.configs import status_of
 from tests.unit.launch.test_report import line
 
 STEPS = 20
@@ -48,6 +50,7 @@ def test_a_verdict_is_about_more_than_noise(rewards: list[float], found: str) ->
 
 def test_the_page_has_every_line_of_a_run_and_fits_a_chat(run, config) -> None:
     tail = written(run, groups_filtered=2, samples_failed_by_reason={"timeout": 3})
+    write_json(run.status_json, status_of(groups_dead=7))
     rows = page_rows(summarise(run, tail, config), tail, config)
     text = dict(rows)
     assert [label for label, _ in rows if label] == [
@@ -57,6 +60,7 @@ def test_the_page_has_every_line_of_a_run_and_fits_a_chat(run, config) -> None:
     assert "slipstream eval RUN" in text["held out"]
     assert text["staleness"] == f"mean 1.00, largest 2 of {config.staleness.max} allowed, in versions"
     whole = "\n".join(each for _, each in rows)
+    assert "7 tasks given up" in whole
     assert "5 of 2,400 generated tokens (0.2%): 5 lost" in whole
     assert "40 groups filtered, all rewards equal, 60 samples failed (timeout)" in whole
     assert "█ training 50%  ░ waiting for groups 25%  · other 25%" in whole

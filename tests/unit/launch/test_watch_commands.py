@@ -106,6 +106,9 @@ def test_status_shows_the_rules_whose_metric_is_not_well(tmp_path: Path) -> None
 
 def test_nothing_can_be_resumed_before_the_first_step(tmp_path: Path, capsys) -> None:
     run = prepared(config_of(tmp_path))
+    assert f"`slipstream up {run.config}`" in refusal(capsys, "resume", str(run.path)), "it has no rules"
+    watched = build_config(document_of(tmp_path) | {"watch": rules(tmp_path)[:2]}, "job.yaml")
+    run.config.write_bytes(msgspec.yaml.encode(watched))
     assert "no step" in refusal(capsys, "resume", str(run.path))
     run.metrics.write_text('{"step": 6}\n{"step": 7}\n{"kind": "evaluation"}\n')
     assert main(["resume", str(run.path)]) == 0

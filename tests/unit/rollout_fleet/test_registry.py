@@ -47,6 +47,10 @@ NUMBER = 3
 
 def judges(answer, problem): return answer == problem["answer"]
 
+async def half_an_agent(problem, base_url): return 1.0
+
+def waits_for_nothing(problem, *, base_url, api_key, model, seed): return 1.0
+
 async def judges_later(answer, problem): return judges(answer, problem)
 """
 
@@ -129,6 +133,13 @@ def test_options_that_do_not_fit_are_told_the_nearest(
         describe(name, options)
     assert (caught.value.key, caught.value.hint) == ("tasks.options", hint)
     assert f"({known})" in caught.value.expected
+
+
+@pytest.mark.parametrize("function", ["half_an_agent", "waits_for_nothing"])
+def test_a_function_that_is_nearly_an_agent_is_told_what_an_agent_takes(user_folder: Path, function: str) -> None:
+    with refused(ConfigError, "def (problem") as caught:
+        describe(f"my_environments:{function}", {})
+    assert "docs/agents.md" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("function", ["judges", "judges_later"])

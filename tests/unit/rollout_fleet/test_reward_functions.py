@@ -51,6 +51,8 @@ def bad_then(completion, row, *, how): return 1.0 if completion != "x" else eval
 def exits(completion, row): sys.exit(3)
 def one(completion): return 1.0
 def of_trl(completion, answer): return float(completion == answer)
+def lists_of_trl(completions, answer, **kwargs): return [1.0 for _ in completions]
+def all_of_verl(data_source, solution_str, ground_truth, extra_info=None): return 1.0
 def of_verl(solution_str, ground_truth): return float(solution_str == ground_truth)
 class Scorer:
     def __init__(self, completion, row): ...
@@ -220,6 +222,13 @@ def test_a_prompt_that_does_not_fit_the_dataset_is_refused_with_the_row(
     assert "train.jsonl line 1" in error.found
 
 
+def test_every_row_must_have_the_prompt_s_columns_not_only_the_first(folder: Path) -> None:
+    rows = [{"question": "?", "answer": "2"}, {"qustion": "?", "answer": "2"}]
+    error = refused(job(folder, "exact_match", rows=rows, prompt="{question}"))
+    assert error.key == "tasks.prompt"
+    assert "train.jsonl line 2" in error.found
+
+
 def test_a_missing_column_is_told_with_the_nearest() -> None:
     with pytest.raises(ValueError, match="did you mean 'question'"):
         column_of({"answer": "2", "question": "?"}, "questoin")
@@ -237,7 +246,9 @@ def test_a_missing_column_is_told_with_the_nearest() -> None:
         ("no_such_module:right", "tasks.reward", "no_such_module.py"),
         ("my_rewards:NUMBER", "tasks.reward", ""),
         ("my_rewards:Scorer", "tasks.reward", "tasks.environment"),
-        ("my_rewards:one", "tasks.options", "completion, row"),
+        ("my_rewards:one", "tasks.reward", "docs/migrate.md"),
+        ("my_rewards:lists_of_trl", "tasks.reward", "docs/migrate.md"),
+        ("my_rewards:all_of_verl", "tasks.reward", "docs/migrate.md"),
         ("regex", "tasks.options", "pattern"),
         ("my_rewards:changing", "tasks.reward", ""),
         ([{"function": "exact_match"}, {"function": "regx"}], "tasks.reward[1].function", "regex"),
