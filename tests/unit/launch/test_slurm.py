@@ -179,6 +179,7 @@ def test_a_refused_dry_run_leaves_nothing_behind(tmp_path: Path, capsys: pytest.
         assert not (tmp_path / "run").exists()
         return
     prepared(job_of(tmp_path, **RELAY))
+    (tmp_path / "run" / "metrics.jsonl").touch()  # it has begun
     before = sorted((tmp_path / "run").rglob("*"))
     assert "learner.optimizer.lr" in refusal(capsys, "slurm", job, "learner.optimizer.lr=0.5", "--dry-run")
     assert sorted((tmp_path / "run").rglob("*")) == before
