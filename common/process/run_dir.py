@@ -30,6 +30,7 @@ POLL_S = 0.1  # between two looks for RUN/broker.json
 # May change when a run is continued: they say how fast or how long, not what is computed.
 CHANGEABLE = (
     "run.dir", "run.steps", "run.max_restarts", "model.uncertified", "learner.threads", "learner.checkpoint",
+    "learner.memory",
     "learner.machines", "learner.machines_wait_s", "learner.interface",
     "rollout.nodes", "rollout.concurrency", "rollout.sample_timeout_s", "rollout.drain_s", "rollout.threads",
     "rollout.engine", "broker", "weights.transport", "weights.overlap", "weights.address", "weights.network",
@@ -106,6 +107,13 @@ class RunDir:
     @classmethod
     def of(cls, config: BaseConfig) -> "RunDir":
         return cls(config.run.dir, config.learner.checkpoint.dir)
+
+    @property
+    def began(self) -> bool:
+        """Whether a role has worked here, or a cluster has jobs that will. Until then the config may change."""
+        jobs = self.path / "slurm" / "jobs.json"
+        left = (self.broker_json, self.learner_json, self.metrics, self.store, self.checkpoints, jobs)
+        return any(path.exists() for path in left)
 
     def broker(self) -> BrokerFile | None:
         """The broker's address and pid; None while no broker has written them or the file is unreadable."""

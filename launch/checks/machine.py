@@ -23,9 +23,11 @@ from launch.plan.job_plan import GIB, MIB, Plan
 from launch.up.devices import (
     SMALL_MACHINE_CORES,
     available_cores,
+    driver,
     list_gpus,
     plan_cores,
     rounding_problems,
+    too_old,
     torch_cuda,
 )
 
@@ -64,6 +66,7 @@ class Machine:
     now_s: float
     torch_cuda: str | None = None  # that torch was built for; None: a CPU build, or no torch
     gpus: tuple[str, ...] = ()  # names of the CUDA devices
+    driver: str = ""  # version of theirs
     clock_synchronised: bool | None = None  # None when the kernel does not say
 
 
@@ -86,6 +89,7 @@ def look() -> Machine:
         packages={name.lower().replace("_", "-"): version for name, version in reversed(found) if name},
         torch_cuda=torch_cuda(),
         gpus=tuple(name for _, name in list_gpus()),
+        driver=driver(),
         now_s=time.time(),
         clock_synchronised=_clock_synchronised(),
     )
@@ -202,8 +206,11 @@ def check_torch(machine: Machine, config: BaseConfig | None) -> Iterator[Finding
         why = "it needs a driver and a device; `nvidia-smi` finds none"
         fix = "launch/setup.sh cpu, or make the GPUs visible (driver, container options)"
         yield problem("torch", "no_device", built, why=why, fix=fix)
+    elif wrong := too_old(machine.driver, cuda):
+        why = "torch would see no GPU, and run on the CPU"
+        yield problem("torch", "old_driver", wrong, why=why, fix="a newer driver, or a torch for an older CUDA")
     else:
-        yield fine("torch", built)
+        yield fine("torch", f"{built}{f', driver {machine.driver}' if machine.driver else ''}")
     if config is not None:
         yield from _check_gpus(machine, config)
 

@@ -287,8 +287,10 @@ def _rollouts(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:
     yield "age", f"at most {versions}, or {window.oldest_updates} updates, from a token to an update that trains on it"
     buckets = f"{publish.buckets:,} buckets of {config.weights.bucket_mib} MiB, {publish.tensors:,} tensors"
     limit = f"within {publish.bytes / publish.bytes_per_s:,.0f} s at {publish.bytes_per_s / 1e9:,.2f} GB/s"
-    every = f"every {_steps(config.weights.publish_every)}, {publish.bytes / GIB:,.1f} GiB"
-    yield "publish", f"{every} in {buckets}; {limit}"
+    size = f"{publish.bytes / GIB:,.1f} GiB in {buckets}; {limit}"
+    if publish.adapter_bytes:
+        size = f"{publish.adapter_bytes / MIB:,.0f} MiB of adapters; the first, and to a node that joins, {size}"
+    yield "publish", f"every {_steps(config.weights.publish_every)}, {size}"
     about = "about" if config.weights.transport == "relay" else "at least"
     last = f"the last node has everything after {about} {publish.publish_s:,.1f} s"
     largest = f"the largest sends {publish.largest_source_bytes / GIB:,.1f} GiB"

@@ -2,26 +2,38 @@
 
 import os
 import socket
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import psutil
 
 from common.config.network_checks import is_loopback, split_address
+from common.config.schema import Config
 from common.errors import UsageError
 from common.process.local_address import local_address
 
 LOOPBACK = "127.0.0.1"
 STORE_S = 30.0
+NCCL = "NCCL_SOCKET_IFNAME"
 
 
 class Interface(NamedTuple):
     name: str
     address: str
 
-    def use(self) -> None:
-        """Keep the collectives of this process, and of those that it starts, on it."""
-        os.environ.update(GLOO_SOCKET_IFNAME=self.name, NCCL_SOCKET_IFNAME=self.name)
+    def use(self, named: bool = False) -> None:
+        """Keep the collectives of this process, and of those that it starts, on it.
+
+        A value of NCCL_SOCKET_IFNAME that is set stays, unless learner.interface `named` this one.
+        """
+        os.environ["GLOO_SOCKET_IFNAME"] = self.name
+        self.use_for_nccl(named)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses without a name
+
+    def use_for_nccl(self, named: bool = False) -> None:
+        """As `use`, for NCCL alone."""
+        if named or not os.environ.get(NCCL):
+            os.environ[NCCL] = f"={self.name}"  # without the sign it is a prefix: eth1 would be eth10, too
 
     def listen(self) -> Any:
         """A torch TCPStore where ranks of several machines meet, on a free port; raises OSError."""
@@ -58,6 +70,18 @@ def routed(host: str, port: int = 1) -> Interface:
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return Interface(name, address)
     raise UsageError(f"learner.interface: no interface has {address}, the address that routes to {host}; name one")
+
+
+def use_for_weights(config: Config, host: str) -> None:
+    """Let weights over NCCL travel on the interface with the address `host`, or that routes there; not on loopback.
+
+    Left to itself NCCL takes any interface that is up, those named ib* first, and its sockets use all of them
+    (ncclFindInterfaces in misc/socket.cc). Others may not reach those, and the trusted network may be another one.
+    It reads the variable once, before the first group of the process.
+    """
+    if config.weights.transport == "nccl" and host and not is_loopback(host):
+        with suppress(UsageError):  # without a route NCCL chooses
+            routed(host).use_for_nccl()
 
 
 def named(names: str) -> Interface:

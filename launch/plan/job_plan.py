@@ -14,7 +14,7 @@ import numpy as np
 
 from common.config.architecture import Architecture, Attention
 from common.config.group_size import group_bytes, routing_bytes
-from common.config.lora import LoraConfig
+from common.config.lora import PROJECTIONS, LoraConfig
 from common.config.parallel_layout import padded
 from common.config.schema import BaseConfig, Config, MemoryConfig, RanksConfig
 from common.weights.wire.layout import ALIGNMENT, DEPTH_SHARE, Layout, publish_bound
@@ -68,6 +68,7 @@ class Publish(msgspec.Struct, frozen=True):
     """One policy version on its way to the nodes."""
 
     bytes: int  # size of the flat buffer, which every node keeps in host memory
+    adapter_bytes: int  # size of a later version where adapters travel; 0 where whole versions do
     buckets: int  # pieces in which it is sent
     tensors: int
     bytes_per_s: float  # rate at which the first publish just ends within its bound
@@ -315,6 +316,7 @@ def publish_of(config: Config, model: Architecture, gpus_per_node: int, link_gbi
     largest = max(machines.values())
     return Publish(
         bytes=size,
+        adapter_bytes=_adapter_bytes(config, layout),
         buckets=buckets,
         tensors=len(layout.entries),
         bytes_per_s=size / publish_bound(config.weights.timeout_s, size),
@@ -325,6 +327,16 @@ def publish_of(config: Config, model: Architecture, gpus_per_node: int, link_gbi
         send_s=largest / link,
         publish_s=size / link * (1 + 1 / DEPTH_SHARE if relay else 1),
     )
+
+
+def _adapter_bytes(config: Config, layout: Layout) -> int:
+    """A [rank, in] and B [out, rank] of every matrix; each has an A of its own on the way."""
+    lora = config.learner.lora
+    if lora is None or config.weights.encoding != "adapter":
+        return 0
+    names = {name for target in lora.targets for name in PROJECTIONS[target]}
+    shapes = [entry.shape for entry in layout.entries if entry.name.split(".")[-2] in names]
+    return ITEM_BYTES[config.model.dtype] * lora.rank * sum(map(sum, shapes))
 
 
 def source_bytes(layout: Layout, model: Architecture, learner: RanksConfig) -> dict[int, int]:

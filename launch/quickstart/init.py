@@ -23,12 +23,14 @@ def right_kind(completion, row):
     return sum(map(right, completion)) / max(len(completion), 1)
 '''
 CONFIG = """# slipstream up config.yaml in this folder; docs/rewards.md explains `tasks`, docs/config.md every key.
+# For a real model, on GPUs, copy `tasks` into the file of its size in configs/. All other values here are for a tiny
+# one: without dtype it is bfloat16, and lr: 1e-6, max_tokens: 1024, engine: {max_model_len: 1536} are usual then.
 run:
   name: first-job
   dir: run                     # metrics, logs, checkpoints and the trained model
   steps: 100
 model:
-  path: model                  # random weights, 0.3 M parameters; a real one is Qwen/Qwen3-0.6B, of the hub
+  path: model                  # random weights, 0.3 M parameters; a real one is Qwen/Qwen3-8B, of the hub
   dtype: float32
 tasks:
   dataset: data.jsonl

@@ -22,6 +22,7 @@ from common.process.install import environments_folder
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 HOST_ID = "NCCL_HOSTID"
 FP8_CAPABILITY = 8.9  # GPUs below it have no products in FP8
+DRIVERS = {12: 525, 13: 580}  # the oldest driver of each CUDA, by their first numbers: NVIDIA's CUDA release notes
 NVIDIA_SMI_S = 10.0
 SMALL_MACHINE_CORES = 16  # with more, the operating system has room to choose
 Cores = frozenset[int] | None  # None: free to run anywhere
@@ -60,6 +61,22 @@ def compute_capability() -> float:
     with suppress(ValueError):
         return float(next(_nvidia_smi("compute_cap"), "0"))
     return 0.0
+
+
+def driver() -> str:
+    """Version of the driver; '' where there is none."""
+    return next(_nvidia_smi("driver_version"), "").strip()
+
+
+def too_old(driver: str, cuda: str | None) -> str:
+    """Why a torch that was built for `cuda` would see no device with this driver; '' where it sees them."""
+    least = DRIVERS.get(int(cuda.partition(".")[0]), 0) if cuda else 0
+    first = driver.partition(".")[0]
+    return f"torch's CUDA {cuda} needs a driver {least} or later, found {driver}" if 0 < _number(first) < least else ""
+
+
+def _number(word: str) -> int:
+    return int(word) if word.isdigit() else 0
 
 
 def rounding_problems(config: BaseConfig) -> Iterator[Problem]:
@@ -104,6 +121,22 @@ def torch_cuda(prefix: Path | None = None) -> str | None:
     return found[1] if found else None
 
 
+def check_devices(wanted: int, key: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise UsageError where this machine's driver or GPUs are not enough for a role with `wanted` of them, by `key`.
+
+    Nothing is said where there is no GPU, or torch is for the CPU.
+    """
+    gpus, cuda = list_gpus(), torch_cuda()
+    devices = visible_devices(gpus, environ.get(VISIBLE))
+    if not gpus or cuda is None:
+        return
+    if wrong := too_old(driver(), cuda):
+        raise UsageError(f"{wrong}; update the driver, or give {sys.prefix} a torch for an older CUDA")
+    if wanted > len(devices):
+        bound = f" in {VISIBLE}={environ[VISIBLE]}" if VISIBLE in environ else ""
+        raise UsageError(f"{key}: expected at most the GPUs of this machine, {len(devices)}{bound}, found {wanted}")
+
+
 def interpreter(role: str, root: Path | None = None) -> tuple[Path | None, str]:
     """(environment, Python) of `learner` or `rollout`; (None, this process's) where the role has none of its own."""
     prefix = (root or environments_folder()) / f".venv-{role}"
@@ -127,11 +160,15 @@ def assign(
         fix = f"set weights.transport=gloo; or set {HOST_ID} to any name, NCCL_SOCKET_IFNAME=lo and NCCL_IB_DISABLE=1"
         raise UsageError(f"--share-gpus: NCCL refuses two processes on one GPU; {fix}")
     places: dict[str, Place] = {}
+    here = driver()
     needed = 0
     free = iter(devices)
     for role, count in config.device_shares.items():
         prefix, python = interpreter("learner" if role == "learner" else "rollout", root)
-        count = count if torch_cuda(prefix) else 0
+        cuda = torch_cuda(prefix)
+        if wrong := too_old(here, cuda):
+            raise UsageError(f"{wrong}; update the driver, or give {prefix or python} a torch for an older CUDA")
+        count = count if cuda else 0
         own = devices if share else islice(free, count)
         env = {VISIBLE: ",".join(own)} if count else {}
         if count and share and HOST_ID in environ:

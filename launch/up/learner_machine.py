@@ -31,7 +31,7 @@ from common.process.local_address import bracketed
 from common.process.logs import log_end, log_path, setup_logging
 from common.process.run_dir import RunDir
 from common.process.versions import versions
-from launch.cluster.interface import Interface, interface_for
+from launch.cluster.interface import NCCL, Interface, interface_for
 from launch.up.ranks import learner_environment, torchrun
 from launch.up.supervisor import Role, RoleSpec
 from learner.loop.run_files import LearnerRecord, read_record
@@ -58,7 +58,9 @@ def run_machine(config: BaseConfig, run: RunDir, address: str) -> int:
     host = socket.gethostname()
     setup_logging("launcher", host, run.logs, config.telemetry.log_level)
     logger.info("%s: the ranks use interface %s (%s)", host, interface.name, interface.address)
-    interface.use()
+    interface.use(named=config.learner.interface is not None)
+    if (chosen := os.environ[NCCL]) != f"={interface.name}":
+        logger.info("NCCL uses %s, as %s says", chosen, NCCL)
     store = interface.listen()  # lives as long as this function runs
     access = Access(
         address=address, role="learner", deadline_s=ANSWER_S, retry_s=RETRY_S, credentials=config.broker.credentials

@@ -11,7 +11,7 @@ from common.config.schema import BaseConfig
 from common.errors import UsageError
 from common.process.run_dir import RunDir
 from common.process.versions import versions
-from launch.cluster.interface import LOOPBACK, routed
+from launch.cluster.interface import LOOPBACK, routed, use_for_weights
 from launch.up.devices import compute_capability
 
 # torchrun kills ranks that are still busy this long after SIGTERM: a step and a checkpoint must fit in.
@@ -33,6 +33,8 @@ def become_torchrun(config: BaseConfig, run: RunDir, broker: str = "") -> NoRetu
     command = torchrun(run, ["--nproc-per-node", ranks], ["--broker", broker] if broker else [])
     with suppress(UsageError):  # else gloo listens at the address that the host's name leads to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", routed(LOOPBACK).name)
+    if config.rl is not None:
+        use_for_weights(config.rl, config.rl.weights.address)
     sys.stdout.flush()
     os.execvpe(command[0], command, {**os.environ, **learner_environment(config)})
 

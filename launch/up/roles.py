@@ -15,6 +15,7 @@ from broker.client.connect import ask_status
 from broker.contract import BrokerStatus
 from common.config.checks import downloaded
 from common.config.loading import load_config, load_either
+from common.config.network_checks import split_address
 from common.config.schema import BaseConfig, SftConfig
 from common.errors import BrokerUnreachable, ConfigError, UsageError, meant
 from common.process.install import need_packages
@@ -22,8 +23,9 @@ from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, find_broker, write_json
 from common.security.credentials import own_node_id
 from launch.certificates import first_line
+from launch.cluster.interface import use_for_weights
 from launch.resolve_target import check_same_job, checked, config_file, job_of, load_job, need_broker_library
-from launch.up.devices import rounding_problems
+from launch.up.devices import check_devices, rounding_problems
 from launch.up.learner_machine import run_machine
 from launch.up.ranks import become_torchrun, slurm_machines, thread_environment
 
@@ -64,6 +66,8 @@ def _machines_override() -> list[str]:
 
 def run_ranks(args: argparse.Namespace, config: BaseConfig, run: RunDir, address: str = "") -> int:
     """Become torchrun, which does not return, or one launcher of several machines."""
+    key = "learner.world_size / learner.machines" if config.learner.machines > 1 else "learner.world_size"
+    check_devices(config.learner.world_size // config.learner.machines, key)
     said, found = first_line(config, args.config or str(run.config))
     print(said, flush=True)
     run.check_agrees(config)
@@ -81,12 +85,14 @@ def rollout(args: argparse.Namespace) -> int:
     config, run, address = job_of(args, "node")
     for wrong in rounding_problems(config):
         raise ConfigError.of(args.config or f"the job at {args.join}", wrong)
+    check_devices(config.rollout.engine.devices, "rollout.engine.tensor_parallel x pipeline_parallel")
     if args.config is not None:
         run.check_agrees(config)
         address, _ = answering_broker(args, config, run)
     node_id = own_node_id(config.broker.credentials, args.node_id or f"{socket.gethostname()}-{os.getpid()}")
     setup_logging("rollout", node_id, run.logs, config.telemetry.log_level)
     os.environ.update(thread_environment(config.rollout.threads))
+    use_for_weights(config, split_address(address.split(",")[0])[0])
     from rollout_fleet.main import run_node
 
     return run_node(downloaded(config, "node"), address, node_id, args.pool or "")

@@ -206,9 +206,12 @@ def library() -> Any:
 
 
 def require_device() -> None:
-    """Raises UsageError when this machine has no device for NCCL, or no NCCL."""
+    """Raises UsageError when this machine has no device for NCCL, or no NCCL, or lets it block."""
     if not torch.cuda.is_available():
         raise UsageError("weights.transport: nccl needs a CUDA device on learner and nodes; found none; use gloo")
+    if os.environ.get("NCCL_COMM_BLOCKING") == "1":  # it overrides what a communicator asks for: init.cc of NCCL
+        why = "a call would wait for ever for a node that is gone"
+        raise UsageError(f"weights.transport: nccl needs NCCL_COMM_BLOCKING unset, found 1: {why}; unset it")
     library()
 
 

@@ -80,10 +80,12 @@ def _machines(report: Report) -> Iterator[Finding]:
         off_s = ahead.get(name, middle_s) - middle_s
         if abs(off_s) > SKEW_S:
             yield _wrong("clock", "skewed", f"{name} is {off_s:+.1f} s off")
-        sends = _rate(_usual(link for link in report.links if link.source == name))
-        receives = _rate(_usual(link for link in report.links if link.target == name))
+        rates = ""
+        if report.links:  # a machine alone has none
+            rates = f", sends {_rate(_usual(link for link in report.links if link.source == name))}"
+            rates += f", receives {_rate(_usual(link for link in report.links if link.target == name))}"
         disk = ", ".join(f"{speed / (1 << 20):,.0f} MiB/s to {folder}" for folder, speed in facts.writes.items())
-        network = f"{facts.interface.name} {facts.interface.address}, sends {sends}, receives {receives}"
+        network = f"{facts.interface.name} {facts.interface.address}{rates}"
         yield fine("machine", f"{name}, {facts.role}: {network}; clock {off_s * 1e3:+.1f} ms; writes {disk}")
 
 

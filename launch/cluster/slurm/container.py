@@ -10,11 +10,21 @@ from pathlib import Path
 
 from common.config.checks import named_paths
 from common.config.schema import Config
-from common.errors import UsageError
+from common.errors import UsageError, meant
 from common.process.run_dir import RunDir
 
 SYSTEM = (Path("/"), Path("/usr"), Path("/usr/local"))  # The image has its own.
+REGISTRY = "registry.example#slipstream-learner:1"
 SLIPSTREAM = "env -u PYTHONPATH slipstream"  # the image's own
+
+
+def check(image: str) -> None:
+    """Raise UsageError for the name of a file or folder that is not there; a registry's image has no such name."""
+    if (image.startswith(("/", "./", "../", "~")) or image.endswith((".sif", ".sqsh"))) and not os.path.exists(image):
+        folder = Path(image).parent
+        near = meant(Path(image).name, [entry.name for entry in folder.iterdir()] if folder.is_dir() else [], "")
+        hint = f"; {near}" if near else f"; images of a registry are named like {REGISTRY}"
+        raise UsageError(f"--container: expected a file or folder that exists, found {image!r}{hint}")
 
 
 def by_apptainer(image: str) -> bool:

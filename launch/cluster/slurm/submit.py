@@ -99,6 +99,8 @@ def prepared(file: str, overrides: list[str]) -> tuple[Config, RunDir]:
         print(f"made keys in {keys.path}")
     said, found = first_line(config, file)
     print(said, flush=True)
+    if not run.began:  # a dry run left it, or jobs that Slurm refused
+        run.config.unlink(missing_ok=True)
     run.prepare(config)
     found.keep(run)
     return config, run
@@ -119,7 +121,8 @@ def reviewed(file: str, overrides: Sequence[str]) -> tuple[Config, RunDir, KeyFo
         if not (no_keys and problem.key == "broker.credentials"):
             raise ConfigError.of(file, problem)
     run = RunDir.of(config)
-    run.check_agrees(config)
+    if run.began:
+        run.check_agrees(config)
     return config, run, keys if no_keys else None
 
 
@@ -164,6 +167,8 @@ def choices(args: argparse.Namespace) -> dict[str, Chosen]:
     """By role, from --sbatch, --setup and --container. Raises UsageError."""
     options = parse_options(args.sbatch)
     setup, images = by_role(args.setup), by_role(args.container)
+    for image in {image for words in images.values() for image in words if image}:
+        container.check(image)
     return {role: Chosen(options[role], setup[role], (images[role] or [""])[-1]) for role in ROLES}
 
 

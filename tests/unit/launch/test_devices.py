@@ -14,7 +14,7 @@ from common.errors import UsageError
 from common.process import install
 from common.process.versions import INSTALL_BRIDGE, versions
 from launch.up import devices, ranks
-from launch.up.devices import Place, assign, rounding_problems, table
+from launch.up.devices import Place, assign, check_devices, rounding_problems, table
 from launch.up.ranks import learner_environment
 from launch.up.supervisor import RoleSpec, Supervisor
 from launch.up.up import role_specs
@@ -33,7 +33,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     lines = "".join(f"GPU-{i}aaaa-bb, NVIDIA H100 80GB HBM3\\n" for i in range(8))
-    smi.write_text(f"#!/bin/sh\ncase $1 in *compute_cap) echo 9.0;; *) printf '{lines}';; esac\n")
+    answers = f"*compute_cap) echo 9.0;; *driver_version) echo 550.54.15;; *) printf '{lines}'"
+    smi.write_text(f"#!/bin/sh\ncase $1 in {answers};; esac\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{smi.parent}:/usr/bin:/bin")
     for name in ("learner", "rollout"):
@@ -219,6 +220,28 @@ def test_ranks_of_tests_share_the_gpus_that_there_are() -> None:
     assert [one["LOCAL_RANK"] for one in found] == ["0", "1", "0", "1"]
     assert len({one["NCCL_HOSTID"] for one in found}) == 4
     assert "NCCL_HOSTID" not in rank_environment(1, 2, 2) | rank_environment(1, 2, 0)
+
+
+def test_a_driver_that_is_older_than_torchs_cuda_is_refused_before_a_role_would_run_on_the_cpu(
+    machine: Path, tmp_path: Path
+) -> None:
+    torch = machine / ".venv-rollout" / "lib" / "python3.11" / "site-packages" / "torch" / "version.py"
+    torch.write_text("cuda: Optional[str] = '13.0'\n")
+    with refused(UsageError, "CUDA 13.0", "580", "550.54.15", ".venv-rollout"):
+        assign(job(tmp_path), {}, machine)
+
+
+def test_a_role_that_wants_more_gpus_than_its_machine_has_is_refused_with_both_numbers(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_devices(16, "learner.world_size", {})  # torch is for the CPU here
+    monkeypatch.setattr(devices, "torch_cuda", lambda: "12.8")
+    check_devices(8, "learner.world_size", {})
+    with refused(UsageError, "learner.world_size", "GPUs of this machine, 2 in CUDA_VISIBLE_DEVICES=0,1", "found 4"):
+        check_devices(4, "learner.world_size", {"CUDA_VISIBLE_DEVICES": "0,1"})
+    monkeypatch.setattr(devices, "torch_cuda", lambda: "13.0")
+    with refused(UsageError, "580", "550.54.15"):
+        check_devices(1, "learner.world_size", {})
 
 
 @pytest.mark.parametrize(("capability", "fits"), [("8.0", False), ("8.9", True), ("9.0", True), ("[N/A]", True)])

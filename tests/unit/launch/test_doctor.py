@@ -200,6 +200,10 @@ def ports(limit: int) -> Machine:
     return machine(open_files=limit)
 
 
+def driven(driver: str, cuda: str) -> Machine:
+    return machine(gpus=("H200",), torch_cuda=cuda, driver=driver)
+
+
 def own(config: Config, **tasks: object) -> Config:
     return of(config, "tasks", **tasks)
 
@@ -211,6 +215,9 @@ CASES = [  # level, check and code of the one finding on it ('' for none), a che
     ("problem", "torch cpu_build", lambda c: checks.check_torch(H200, c)),
     ("problem", "torch no_device", lambda c: checks.check_torch(machine(torch_cuda="12.9"), None)),
     ("problem", "", lambda c: checks.check_torch(CUDA, None)),
+    ("problem", "torch old_driver", lambda c: checks.check_torch(driven("550.54.15", "13.0"), None)),
+    ("problem", "", lambda c: checks.check_torch(driven("580.65.06", "13.0"), None)),
+    ("problem", "", lambda c: checks.check_torch(driven("550.54.15", "12.9"), None)),
     ("problem", "transport no_device", lambda c: checks.check_torch(GOOD, of(c, "weights", transport="nccl"))),
     ("problem", "transport no_nccl", lambda c: checks.check_torch(CUDA, of(c, "weights", transport="nccl"))),
     ("warning", "gpus few", lambda c: checks.check_torch(CUDA, of(c, "learner", world_size=4))),

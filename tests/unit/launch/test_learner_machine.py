@@ -1,5 +1,6 @@
 """The loop of one machine of the learner, on a clock and with a broker that the tests set; its ranks are a process."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ from broker.contract import MachineReport, Member, RendezvousOrder
 from broker.delivery.learner_machines import FENCE_S
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.process.run_dir import RunDir
-from launch.cluster.interface import Interface
+from launch.cluster import interface
+from launch.cluster.interface import NCCL, Interface, use_for_weights
 from launch.up import learner_machine as module
 from launch.up.learner_machine import ANSWER_S, REPORT_S, Launcher, SharedFolder
 from learner.loop.run_files import write_record
@@ -121,6 +123,33 @@ def test_a_launcher_says_how_the_learner_of_this_round_has_ended(
 
     assert run(tmp_path, gather) == 0
     assert reports[1].state == state
+
+
+def test_collectives_keep_to_one_interface_by_its_whole_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bare name is a prefix for NCCL: eth1 would be eth10, too. A choice of the caller stays, a key comes first."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.delenv(NCCL, raising=False)
+    eth1, chosen = Interface("eth1", "10.0.0.1"), list[str]()
+    for named in (False, False, True):
+        eth1.use(named)
+        chosen.append(os.environ[NCCL])
+        monkeypatch.setenv(NCCL, "bond0")
+    assert chosen == ["=eth1", "bond0", "=eth1"]
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
+
+
+@pytest.mark.parametrize(
+    ("transport", "host", "found"), [("nccl", "10.0.0.1", "=ib7"), ("relay", "10.0.0.1", None), ("nccl", "::1", None)]
+)
+def test_weights_over_nccl_keep_to_the_interface_that_leads_to_the_other_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, host: str, found: str | None
+) -> None:
+    monkeypatch.delenv(NCCL, raising=False)
+    monkeypatch.setattr(interface, "routed", lambda host: Interface("ib7", host))
+    config = job(tmp_path)
+    weights = msgspec.structs.replace(config.weights, transport=transport)
+    use_for_weights(msgspec.structs.replace(config, weights=weights), host)
+    assert os.environ.get(NCCL) == found
 
 
 def test_machines_compare_how_versions_travel(tmp_path: Path) -> None:

@@ -162,6 +162,11 @@ def test_adapters_need_gradients_states_and_checkpoints_of_their_own_alone(here:
     said = " ".join(text_of(page(adapted), WIDTH).split())
     assert "adapters 18.3 M of rank 8 train, 0.22% of the parameters" in said
     assert "checkpoints 0.2 GiB" in said
+    sent = make_review("configs/qwen3-8b-3gpu.yaml", ["learner.lora.rank=8", "weights.encoding=adapter"])
+    assert sent.plan is not None and sent.plan.rl is not None
+    assert (adapted.plan.rl.publish.adapter_bytes, sent.plan.rl.publish.adapter_bytes) == (0, 43_646_976)
+    said = " ".join(text_of(page(sent), WIDTH).split())
+    assert "every step, 42 MiB of adapters; the first, and to a node that joins, 15.3 GiB" in said
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,14 @@ def test_a_report_without_faults_is_all_well() -> None:
     assert verdict(judge(report())) == "all well"
 
 
+def test_a_machine_alone_has_no_rates() -> None:
+    alone = report()
+    alone.machines = {"a": facts("a")}
+    alone.links = []
+    (line,) = [finding.what for finding in judge(alone) if finding.check == "machine"]
+    assert "Mbit/s" not in line and "writes" in line
+
+
 @pytest.mark.parametrize(
     ("of", "named", "what"),
     [

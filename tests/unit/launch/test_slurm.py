@@ -90,6 +90,8 @@ def test_lines_of_a_role_run_before_it_and_a_wrong_one_ends_the_job(tmp_path: Pa
 
 def test_a_role_runs_in_its_container_with_the_folders_that_its_config_names(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "nowhere"))
+    monkeypatch.chdir(tmp_path)
+    Path("fleet.sif").touch()
     (tmp_path / "my job").mkdir()
     learner = {"world_size": 2, "machines": 2}
     images = ["--container", "fleet.sif", "--container", "learner:lab/image:1", "--container", "broker:"]
@@ -108,6 +110,24 @@ def test_a_role_runs_in_its_container_with_the_folders_that_its_config_names(tmp
     (mounts,) = (word for word in options if word.startswith("--container-mounts="))
     assert mounts.partition("=")[2].split(",") == [f"{folder}:{folder}" for folder in folders.split(",")]
     assert options[options.index("slipstream") :][:4] == ["slipstream", "learner", config, "--join"]
+
+
+def test_an_image_that_is_not_there_is_refused_with_the_nearest_name(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("learner.sif").touch()
+    job = str(write_job(tmp_path, **RELAY))
+    for image, said in (("lerner.sif", "'learner.sif'"), ("./images/l.sqsh", "registry.example"), ("/no/where", "#")):
+        text = refusal(capsys, "slurm", job, "--dry-run", "--container", f"fleet:{image}")
+        assert f"found '{image}'" in text and said in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_after_a_dry_run_the_config_may_change_until_a_job_is_submitted(tmp_path: Path, capsys) -> None:
+    dry_run(tmp_path)
+    assert options_of(dry_run(tmp_path, "learner.world_size=4")["learner"])["gpus-per-node"] == "4"
+    (tmp_path / "run" / "slurm" / "jobs.json").write_text("{}")
+    said = refusal(capsys, "slurm", str(tmp_path / "job.yaml"), "--dry-run", "learner.world_size=2")
+    assert "learner.world_size was 4 and now is 2" in said
 
 
 def test_a_container_gets_every_path_of_the_config_itself_and_never_the_root(tmp_path: Path, monkeypatch) -> None:
@@ -159,6 +179,7 @@ def test_a_refused_dry_run_leaves_nothing_behind(tmp_path: Path, capsys: pytest.
         assert not (tmp_path / "run").exists()
         return
     prepared(job_of(tmp_path, **RELAY))
+    (tmp_path / "run" / "metrics.jsonl").touch()  # it has begun
     before = sorted((tmp_path / "run").rglob("*"))
     assert "learner.optimizer.lr" in refusal(capsys, "slurm", job, "learner.optimizer.lr=0.5", "--dry-run")
     assert sorted((tmp_path / "run").rglob("*")) == before

@@ -134,6 +134,13 @@ def test_nccl_without_a_device_is_a_usage_error_that_says_what_to_do() -> None:
     groups.require("relay")
 
 
+def test_a_setting_that_lets_nccl_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "1")
+    with pytest.raises(UsageError, match="NCCL_COMM_BLOCKING"):
+        groups.require("nccl")
+
+
 def test_names_of_transports_that_do_not_exist_are_refused_and_nodes_always_have_the_relay() -> None:
     with pytest.raises(GroupFailed) as refused:
         groups.open_group(Epoch(1, 1, 2, 1.0, "pigeon"), STORE)
