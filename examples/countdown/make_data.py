@@ -1,0 +1,79 @@
+"""Problems, sloppy searches for a warm start, and a random model of 1.2 M parameters.
+
+A search writes attempts such as `7+4=11*2=22`, and below them the answer: `7 4 2 = 26`, then `7+4=11*2=22 7*4=28-2=26`,
+then `7*4-2`. Sloppy ones give up: their answer is the last attempt, though it missed the target.
+"""
+
+import operator
+import random
+from pathlib import Path
+
+from launch.quickstart.assets import build_model, dense, write_rows
+
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+HELD_OUT, TRAIN, DEMONSTRATIONS, SLOPPY = 512, 8192, 26000, 6000
+NUMBERS, TARGETS, LARGEST = range(1, 13), range(10, 100), 150  # LARGEST: of any value within an attempt
+ATTEMPTS, GUESSED, GIVEN_UP = 3, 0.4, 0.5  # of a demonstration; share of attempts that hit; share of sloppy ends
+
+
+def attempt(numbers, rng):
+    """(text, answer, value) of the numbers in a random order, from left to right."""
+    while True:
+        first, *rest = rng.sample(numbers, len(numbers))
+        value, text, answer, loose = first, str(first), str(first), False
+        for number in rest:
+            sign = rng.choice("+-*")
+            value = OPERATORS[sign](value, number)
+            answer = f"({answer})" if sign == "*" and loose else answer
+            text, answer, loose = f"{text}{sign}{number}={value}", f"{answer}{sign}{number}", sign != "*"
+            if not 1 <= value <= LARGEST:
+                break
+        else:
+            return text, answer, value
+
+
+def drawn(rng):
+    """(problem, an attempt that solves it)."""
+    while True:
+        numbers = rng.choices(NUMBERS, k=rng.choice((3, 3, 3, 4)))
+        found = attempt(numbers, rng)
+        if found[2] in TARGETS:
+            return {"numbers": numbers, "target": found[2]}, found
+
+
+def key(problem):
+    """The order of the numbers makes no other problem."""
+    return *sorted(problem["numbers"]), problem["target"]
+
+
+def demonstration(problem, solution, rng, given_up):
+    """A search that ends with `solution`, or gives up after a miss with the probability `given_up`."""
+    lines, tried = [], None
+    while tried is None or tried[2] != problem["target"]:
+        if lines and rng.random() < given_up:
+            break
+        last = len(lines) == ATTEMPTS - 1
+        tried = solution if last or rng.random() < GUESSED else attempt(problem["numbers"], rng)
+        lines.append(tried[0])
+    prompt = f"{' '.join(map(str, problem['numbers']))} = {problem['target']}\n"
+    return {"prompt": prompt, "completion": f"{' '.join(lines)}\n{tried[1]}"}
+
+
+def main():
+    rng, problems = random.Random(0), {}
+    while len(problems) < HELD_OUT + TRAIN:
+        problem, _ = drawn(rng)
+        problems[key(problem)] = problem
+    rows = list(problems.values())
+    write_rows(Path("held_out.jsonl"), rows[:HELD_OUT])
+    write_rows(Path("train.jsonl"), rows[HELD_OUT:])
+    others = (found for found in iter(lambda: drawn(rng), None) if key(found[0]) not in problems)
+    searches = [
+        demonstration(*next(others), rng, GIVEN_UP * (n >= DEMONSTRATIONS)) for n in range(DEMONSTRATIONS + SLOPPY)
+    ]
+    write_rows(Path("warm_start.jsonl"), searches)
+    build_model(dense(192, 512, 3, 6, 0.036), seed=1, folder=Path("model"))
+
+
+if __name__ == "__main__":
+    main()
