@@ -184,7 +184,9 @@ def measure_all(options: harness.Options) -> dict[str, dict[str, Any]]:
     return cells.all([*wanted])
 
 
-@harness.script(trl_python=str, workers=2, seeds=[1, 2, 3], budget_s=86400.0, timeout=900.0, overrides=())
+@harness.script(
+    name="countdown", trl_python=str, workers=2, seeds=[1, 2, 3], budget_s=86400.0, timeout=900.0, overrides=(),
+)  # fmt: skip
 def main(options: harness.Options) -> harness.Figures:
     prepare()
     rows = rows_of(measure_all(options), options.seeds)

@@ -11,7 +11,7 @@ from pathlib import Path
 from launch.quickstart.assets import build_model, dense, write_rows
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-HELD_OUT, TRAIN, DEMONSTRATIONS, SLOPPY = 512, 8192, 26000, 6000
+HELD_OUT, TRAIN, DEMONSTRATIONS, SLOPPY = 256, 8192, 26000, 6000
 NUMBERS, TARGETS, LARGEST = range(1, 13), range(10, 100), 150  # LARGEST: of any value within an attempt
 ATTEMPTS, GUESSED, GIVEN_UP = 3, 0.4, 0.5  # of a demonstration; share of attempts that hit; share of sloppy ends
 

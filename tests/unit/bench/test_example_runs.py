@@ -13,6 +13,7 @@ import psutil
 import pytest
 import yaml
 from example_runs import CLAIM, EXAMPLES, Example, bars, example, judged, names, played
+from harness import json_lines
 
 from common.config.loading import load_either
 from rollout_fleet.environments.protocol import Action
@@ -161,9 +162,7 @@ def test_countdown_s_problems_are_solvable_and_none_is_in_two_files(
     few = {"HELD_OUT": 20, "TRAIN": 60, "DEMONSTRATIONS": 300, "SLOPPY": 300, "build_model": lambda *_, **__: None}
     make["main"].__globals__.update(few)
     make["main"]()
-    rows = {
-        path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.glob("*.jsonl")
-    }
+    rows = {path.stem: json_lines(path) for path in tmp_path.glob("*.jsonl")}
     right, asked = [], []
     for row in rows.pop("warm_start"):
         numbers, _, target = row["prompt"].strip().partition(" = ")
