@@ -17,8 +17,10 @@ config of every run. Short mode: run.steps=5 --dry --seeds 1.
 """
 
 import json
+import os
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +37,7 @@ from common.config.schema import Config
 
 EXAMPLE = harness.ROOT / "examples" / "countdown"
 MADE = harness.ROOT / "runs" / "countdown"
+sys.path.append(str(EXAMPLE))  # for its environment, in this process and those that it spawns
 FIRST, LAST = 5, 10  # steps whose mean reward is told
 START, TRL = "start", "trl"
 
@@ -104,17 +107,13 @@ class Cells(harness.Cells):
             found = self.trained_by_trl(words)
         else:
             asked = ([*words, *WAYS[way].overrides], WAYS[way].lag, self.config)
-            found = harness.apart(correction_study.trained, *asked, **self.environment)
+            found = harness.apart(correction_study.trained, *asked, **ENVIRONMENT)
         self.keep(name, found, began)
         ends = {key: value for key, value in told(found).items() if key != "rewards"} if way != START else {}
         print(name, json.dumps(ends), found["held_out"], flush=True)
 
-    @property
-    def environment(self) -> dict[str, str]:
-        return {**ENVIRONMENT, "PYTHONPATH": f"{EXAMPLE}:{harness.python_path()}"}
-
     def held_out(self, words: Sequence[str]) -> float:
-        return harness.apart(correction_study.held_out, list(words), self.config, **self.environment)
+        return harness.apart(correction_study.held_out, list(words), self.config, **ENVIRONMENT)
 
     def trained_by_trl(self, words: Sequence[str]) -> dict[str, Any]:
         config = load_config(Path(self.config), words, Config)
@@ -126,7 +125,8 @@ class Cells(harness.Cells):
             "group-size": group_size, "max-tokens": config.rollout.max_tokens, "lr": config.learner.optimizer.lr,
             "save": folder,
         }  # fmt: skip
-        curve = trl_comparison.ask_trl(asked, self.options, PYTHONPATH=self.environment["PYTHONPATH"])["curve"]
+        paths = os.pathsep.join([str(EXAMPLE), harness.python_path()])
+        curve = trl_comparison.ask_trl(asked, self.options, PYTHONPATH=paths)["curve"]
         final = self.held_out([*words, f"model.path={folder}"])
         shutil.rmtree(folder)
         return {

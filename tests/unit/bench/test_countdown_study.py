@@ -54,10 +54,10 @@ def test_a_stopped_study_continues_and_trl_gets_our_settings(tmp_path: Path, mon
         if len(made) == most[0]:
             raise KeyboardInterrupt
         made.append((work, *words, *more))
-        assert str(countdown_study.EXAMPLE) in environment["PYTHONPATH"]
         return 0.5 if work is correction_study.held_out else run(0.5)
 
     def ask_trl(words: dict[str, Any], options: Any, **environment: str) -> dict[str, Any]:
+        assert str(countdown_study.EXAMPLE) in environment["PYTHONPATH"]
         asked.append(words)
         return {"curve": [{"reward_mean": 0.5, "time_s": 1.0}, {"reward_mean": 0.6, "time_s": 2.0}]}
 
