@@ -1,7 +1,7 @@
-"""Problems, sloppy searches for a warm start, and a random model of 1.2 M parameters.
+"""Problems, searches for a warm start, and a random model of 1.2 M parameters.
 
 A search writes attempts such as `7+4=11*2=22`, and below them the answer: `7 4 2 = 26`, then `7+4=11*2=22 7*4=28-2=26`,
-then `7*4-2`. Sloppy ones give up: their answer is the last attempt, though it missed the target.
+then `7*4-2`. Some give up: their answer is the last attempt, though it missed the target.
 """
 
 import operator
@@ -11,9 +11,9 @@ from pathlib import Path
 from launch.quickstart.assets import build_model, dense, write_rows
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-HELD_OUT, TRAIN, DEMONSTRATIONS, SLOPPY = 256, 8192, 26000, 6000
+HELD_OUT, TRAIN, SEARCHES = 256, 4096, 19200
 NUMBERS, TARGETS, LARGEST = range(1, 13), range(10, 100), 150  # LARGEST: of any value within an attempt
-ATTEMPTS, GUESSED, GIVEN_UP = 3, 0.4, 0.5  # of a demonstration; share of attempts that hit; share of sloppy ends
+HIT, GIVEN_UP = 0.4, 0.3  # shares of attempts that are a solution, and of misses after which a search ends
 
 
 def attempt(numbers, rng):
@@ -35,7 +35,7 @@ def attempt(numbers, rng):
 def drawn(rng):
     """(problem, an attempt that solves it)."""
     while True:
-        numbers = rng.choices(NUMBERS, k=rng.choice((3, 3, 3, 4)))
+        numbers = rng.choices(NUMBERS, k=3)
         found = attempt(numbers, rng)
         if found[2] in TARGETS:
             return {"numbers": numbers, "target": found[2]}, found
@@ -46,17 +46,17 @@ def key(problem):
     return *sorted(problem["numbers"]), problem["target"]
 
 
-def demonstration(problem, solution, rng, given_up):
-    """A search that ends with `solution`, or gives up after a miss with the probability `given_up`."""
-    lines, tried = [], None
-    while tried is None or tried[2] != problem["target"]:
-        if lines and rng.random() < given_up:
+def search(problem, solution, rng):
+    """Attempts until one hits or the search gives up, at most three."""
+    lines = []
+    while True:
+        hits = len(lines) == 2 or rng.random() < HIT
+        text, answer, value = solution if hits else attempt(problem["numbers"], rng)
+        lines.append(text)
+        if value == problem["target"] or rng.random() < GIVEN_UP:
             break
-        last = len(lines) == ATTEMPTS - 1
-        tried = solution if last or rng.random() < GUESSED else attempt(problem["numbers"], rng)
-        lines.append(tried[0])
     prompt = f"{' '.join(map(str, problem['numbers']))} = {problem['target']}\n"
-    return {"prompt": prompt, "completion": f"{' '.join(lines)}\n{tried[1]}"}
+    return {"prompt": prompt, "completion": f"{' '.join(lines)}\n{answer}"}
 
 
 def main():
@@ -68,10 +68,7 @@ def main():
     write_rows(Path("held_out.jsonl"), rows[:HELD_OUT])
     write_rows(Path("train.jsonl"), rows[HELD_OUT:])
     others = (found for found in iter(lambda: drawn(rng), None) if key(found[0]) not in problems)
-    searches = [
-        demonstration(*next(others), rng, GIVEN_UP * (n >= DEMONSTRATIONS)) for n in range(DEMONSTRATIONS + SLOPPY)
-    ]
-    write_rows(Path("warm_start.jsonl"), searches)
+    write_rows(Path("warm_start.jsonl"), (search(*next(others), rng) for _ in range(SEARCHES)))
     build_model(dense(192, 512, 3, 6, 0.036), seed=1, folder=Path("model"))
 
 
