@@ -3,7 +3,7 @@
     python bench/countdown_study.py --trl-python .venv-trl/bin/python [--budget-s 3600]
 
 The task, the model and its warm start are those of examples/countdown; they are made in runs/countdown first, unless
-they are there. Our runs are those of correction_study.py: the product's engine and learner at an exact lag. TRL's run
+they are there from the same files. Our runs are those of correction_study.py: the product's engine and learner at an exact lag. TRL's run
 is GRPOTrainer with vLLM in its process, which is synchronous. All have the same model, problems, batch, optimizer and
 learning rate, which was chosen at lag 0. Each run is a process on a core of its own, `--workers` at once.
 
@@ -13,7 +13,7 @@ Our engine samples them from TRL's trained model, too.
 Each run is a file under runs/countdown/cells, so that the same command continues where it stopped, while commit and
 arguments are the same. It first says how long it will take. With `--budget-s` it begins no run that would end later,
 and exits with 1 while some are missing. Also draws docs/img/countdown.png. Words that are no options override the
-config of every run. Short mode: run.steps=5 --dry --seeds 1.
+config of every run. Short mode: run.steps=4 --dry --seeds 1.
 """
 
 import json
@@ -39,6 +39,7 @@ EXAMPLE = harness.ROOT / "examples" / "countdown"
 MADE = harness.ROOT / "runs" / "countdown"
 sys.path.append(str(EXAMPLE))  # for its environment, in this process and those that it spawns
 FIRST, LAST = 5, 10  # steps whose mean reward is told
+MAKERS = ("make_data.py", "warm_start.yaml")
 START, TRL = "start", "trl"
 
 
@@ -72,7 +73,9 @@ PANELS = {
 
 def prepare() -> None:
     """Problems, the random model and the warm-started one, as the example's README makes them."""
-    if not (MADE / "warm-start" / "model" / "config.json").exists():
+    made = (MADE / "warm-start" / "model" / "config.json").exists()
+    if not made or any((MADE / file).read_text() != (EXAMPLE / file).read_text() for file in MAKERS):
+        shutil.rmtree(MADE / "warm-start", ignore_errors=True)
         shutil.copytree(EXAMPLE, MADE, dirs_exist_ok=True)
         harness.python("make_data.py", cwd=MADE)
         harness.python("-m", "launch.cli", "sft", "warm_start.yaml", cwd=MADE)

@@ -11,8 +11,8 @@ from pathlib import Path
 from launch.quickstart.assets import build_model, dense, write_rows
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-HELD_OUT, TRAIN, SEARCHES = 256, 1024, 22400
-NUMBERS, TARGETS, LARGEST = range(1, 13), range(10, 100), 150  # LARGEST: of any value within an attempt
+HELD_OUT, TRAIN, SEARCHES = 256, 2048, 19200
+NUMBERS, TARGETS, LARGEST = range(1, 16), range(10, 100), 150  # LARGEST: of any value within an attempt
 HIT, GIVEN_UP = 0.4, 0.3  # shares of attempts that are a solution, and of misses after which a search ends
 
 
