@@ -2,10 +2,11 @@
 
     python bench/countdown_study.py --trl-python .venv-trl/bin/python [--budget-s 3600]
 
-The task, the model and its warm start are those of examples/countdown; they are made in runs/countdown first, unless
-they are there from the same files. Our runs are those of correction_study.py: the product's engine and learner at an exact lag. TRL's run
-is GRPOTrainer with vLLM in its process, which is synchronous. All have the same model, problems, batch, optimizer and
-learning rate, which was chosen at lag 0. Each run is a process on a core of its own, `--workers` at once.
+The task, the model and its warm start are those of examples/countdown. They are made in runs/countdown first, unless
+they are there from the same files. Our runs are those of correction_study.py: the product's engine and learner at an
+exact lag. TRL's run is GRPOTrainer with vLLM in its process, which is synchronous. All have the same model, problems,
+batch, optimizer and learning rate, which was chosen at lag 0. Each run is a process on a core of its own, `--workers`
+at once.
 
 Held-out accuracy is the mean reward of all samples, `rollout.group_size` of each held-out problem at temperature 1.
 Our engine samples them from TRL's trained model, too.
