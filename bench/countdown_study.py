@@ -127,6 +127,7 @@ class Cells(harness.Cells):
             "way": "colocate", "model": config.model.path, "dataset": config.tasks.dataset, "threads": 1,
             "task": config.tasks.environment, "seed": config.run.seed, "steps": config.run.steps, "prompts": batch,
             "group-size": group_size, "max-tokens": config.rollout.max_tokens, "lr": config.learner.optimizer.lr,
+            "warmup": config.learner.optimizer.warmup_steps,
             "save": folder,
         }  # fmt: skip
         paths = os.pathsep.join([str(EXAMPLE), harness.python_path()])

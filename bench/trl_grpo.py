@@ -50,7 +50,7 @@ def common_settings(args: argparse.Namespace) -> dict[str, Any]:
         "gradient_accumulation_steps": batch // micro, "num_generations": args.group_size,
         "max_completion_length": args.max_tokens,
         "temperature": 1.0, "top_p": 1.0, "top_k": 0, "learning_rate": args.lr,
-        "lr_scheduler_type": "constant", "warmup_steps": 0, "adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.0,
+        "lr_scheduler_type": "constant_with_warmup", "warmup_steps": args.warmup, "adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.0,
         "max_grad_norm": 1.0, "epsilon": 0.2, "epsilon_high": 0.28, "max_steps": args.steps, "seed": args.seed,
         "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "logging_steps": 1, "report_to": "none",
         "save_strategy": "no", "optim": "adamw_torch", "dataloader_num_workers": 0, "disable_tqdm": True,
@@ -245,7 +245,7 @@ def main() -> None:
     flag = {"action": "store_true"}
     parser = harness.parser(
         __doc__, **options, way=choices, task="addition", prompts=16, group_size=8, threads=2, micro_batch=0,
-        max_staleness=2, eager=flag, check=flag, save="",
+        max_staleness=2, eager=flag, check=flag, save="", warmup=0,
     )  # fmt: skip
     args = parser.parse_args()
     args.max_model_len = args.max_tokens + 128

@@ -11,9 +11,9 @@ from pathlib import Path
 from launch.quickstart.assets import build_model, dense, write_rows
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-HELD_OUT, TRAIN, SEARCHES = 256, 2048, 19200
-NUMBERS, TARGETS, LARGEST = range(1, 16), range(10, 100), 150  # LARGEST: of any value within an attempt
-HIT, GIVEN_UP = 0.4, 0.3  # shares of attempts that are a solution, and of misses after which a search ends
+HELD_OUT, TRAIN, PATIENT, SLOPPY = 256, 1024, 38400, 4800
+NUMBERS, TARGETS, LARGEST = range(1, 11), range(10, 100), 100  # LARGEST: of any value within an attempt
+HIT, GIVEN_UP = 0.5, 0.7  # shares of attempts that are a solution, and of misses after which a sloppy search ends
 
 
 def attempt(numbers, rng):
@@ -46,14 +46,14 @@ def key(problem):
     return *sorted(problem["numbers"]), problem["target"]
 
 
-def search(problem, solution, rng):
-    """Attempts until one hits or the search gives up, at most three."""
+def search(problem, solution, rng, given_up=0.0):
+    """Attempts until one hits, at most three; a miss ends the search with the probability `given_up`."""
     lines = []
     while True:
         hits = len(lines) == 2 or rng.random() < HIT
         text, answer, value = solution if hits else attempt(problem["numbers"], rng)
         lines.append(text)
-        if value == problem["target"] or rng.random() < GIVEN_UP:
+        if value == problem["target"] or rng.random() < given_up:
             break
     prompt = f"{' '.join(map(str, problem['numbers']))} = {problem['target']}\n"
     return {"prompt": prompt, "completion": f"{' '.join(lines)}\n{answer}"}
@@ -68,7 +68,9 @@ def main():
     write_rows(Path("held_out.jsonl"), rows[:HELD_OUT])
     write_rows(Path("train.jsonl"), rows[HELD_OUT:])
     others = (found for found in iter(lambda: drawn(rng), None) if key(found[0]) not in problems)
-    write_rows(Path("warm_start.jsonl"), (search(*next(others), rng) for _ in range(SEARCHES)))
+    patient = [search(*next(others), rng) for _ in range(PATIENT)]
+    sloppy = [search(*next(others), rng, GIVEN_UP) for _ in range(SLOPPY)]
+    write_rows(Path("warm_start.jsonl"), patient + sloppy)
     build_model(dense(192, 512, 3, 6, 0.036), seed=1, folder=Path("model"))
 
 
