@@ -11,11 +11,10 @@ config of every run. Also draws docs/img/correction_study.png. Short mode: run.s
 
 import asyncio
 import json
-import os
 import statistics
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ VARIANTS = {  # docs/corrections.md says what they are
     "tis": ["learner.loss.correction=tis"],
     "ppo": ["learner.loss.proximal=behavior", "learner.loss.correction=none"],
 }
+QUICKSTART = "configs/quickstart.yaml"
 ENVIRONMENT = {**PLAIN, **QUIET, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 
 
@@ -100,7 +100,18 @@ def problems_of(dataset: str) -> list[dict]:
     return [json.loads(row) for _, row in dataset_rows(Path(dataset), "")]
 
 
-def trained(overrides: list[str], lag: int) -> dict:
+def accuracy(sampler: Sampler) -> float:
+    """The mean reward of the loaded weights on held-out problems: rollout.group_size samples of each."""
+    groups = sampler.groups(problems_of(sampler.config.evaluation.paths[0]), 0, 0)
+    return round(statistics.mean(sample.reward for group in groups for sample in group.samples), 4)
+
+
+def held_out(overrides: list[str], file: str = QUICKSTART) -> float:
+    """`accuracy` of the config's model."""
+    return accuracy(Sampler(load_config(Path(file), overrides, Config)))
+
+
+def trained(overrides: list[str], lag: int, file: str = QUICKSTART) -> dict:
     """The whole run: rewards of the sampling policy, `lag` versions old, and of the last one on held-out problems.
 
     `times_s` are the ends of steps since the first one began; `clipped` and `batch_kl` are their means.
@@ -108,7 +119,7 @@ def trained(overrides: list[str], lag: int) -> dict:
     import torch
 
     torch.set_num_threads(1)
-    config = load_config(Path("configs/quickstart.yaml"), [*overrides, f"staleness.max={lag}"], Config)
+    config = load_config(Path(file), [*overrides, f"staleness.max={lag}"], Config)
     sampler = Sampler(config)
     from learner.batch.batch import assemble
     from learner.batch.updates import build_updates, plan_updates
@@ -121,7 +132,7 @@ def trained(overrides: list[str], lag: int) -> dict:
     backend = MegatronBackend.of(config)
     source = RolloutSource(config)
     source.attach(backend, 0)
-    rows, held_out = problems_of(config.tasks.dataset), problems_of(config.evaluation.paths[0])
+    rows = problems_of(config.tasks.dataset)
     order = RowOrder(len(rows), config.run.seed, shuffle=True).of_epoch(0)
     size = config.learner.groups_per_step
     versions: deque[dict[str, Any]] = deque([snapshot(backend)], maxlen=lag + 1)
@@ -141,10 +152,9 @@ def trained(overrides: list[str], lag: int) -> dict:
         clipped.append(loss_figures(result)["objective_clip_fraction"])
         divergences.append(done.batch_kl)
     sampler.load(versions[-1])
-    final = statistics.mean(s.reward for group in sampler.groups(held_out, 0, 0) for s in group.samples)
     means = {"clipped": round(statistics.mean(clipped), 5), "batch_kl": round(statistics.mean(divergences), 6)}
     means["samples_per_step"] = size * config.rollout.group_size
-    return {"held_out": round(final, 4), "rewards": rewards, "times_s": times_s, **means}
+    return {"held_out": accuracy(sampler), "rewards": rewards, "times_s": times_s, **means}
 
 
 def run(folder: Path, extra: list[str], variant: str, lag: int, seed: int) -> dict:
@@ -164,23 +174,23 @@ def summary(results: list[dict]) -> dict:
     return {"held_out": [r["held_out"] for r in results], "steps_to_0.8": steps}
 
 
-def plot(found: dict[str, dict[int, list[dict]]], path: Path) -> None:
-    """Reward over steps, one panel per lag, mean over seeds with the range behind it."""
+def plot(panels: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], path: Path) -> None:
+    """Reward over steps: a panel per title, and in it a line per name: the mean of its curves, and their range."""
     import numpy as np
 
     from launch.results.plots import DOTS_PER_INCH, plt
 
-    lags, size = sorted(found["tis"]), (3.4 * len(found["tis"]), 3.2)
-    figure, panels = plt.subplots(1, len(lags), figsize=size, sharey=True, squeeze=False, layout="constrained")
-    for panel, lag in zip(panels[0], lags, strict=True):
-        for variant, by_lag in found.items():
-            smooth = np.array([np.convolve(r["rewards"], np.ones(5) / 5, mode="valid") for r in by_lag[lag]])
+    size = (3.4 * len(panels), 3.2)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
+        for name, curves in lines.items():
+            smooth = np.array([np.convolve(curve, np.ones(5) / 5, mode="valid") for curve in curves])
             steps = np.arange(smooth.shape[1]) + 5
-            panel.plot(steps, smooth.mean(0), label=variant)
-            panel.fill_between(steps, smooth.min(0), smooth.max(0), alpha=0.15)
-        panel.set(title=f"staleness {lag}", xlabel="step")
-    panels[0][0].set_ylabel("reward")
-    panels[0][0].legend()
+            axis.plot(steps, smooth.mean(0), label=name)
+            axis.fill_between(steps, smooth.min(0), smooth.max(0), alpha=0.15)
+        axis.set(title=title, xlabel="step")
+        axis.legend()
+    axes[0][0].set_ylabel("reward")
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
@@ -195,14 +205,16 @@ def main(words: harness.Options) -> harness.Figures:
         for v in VARIANTS
         if lag > 0 or v == "tis" or seed == words.seeds[0]
     ]
-    cores = iter(range(words.workers))
-    # the processes that a thread starts inherit its core
-    with ThreadPoolExecutor(words.workers, initializer=lambda: os.sched_setaffinity(0, [next(cores)])) as pool:
-        results = list(pool.map(lambda key: run(words.folder, words.overrides, *key), keys))
+    asked = [(words.folder, words.overrides, *key) for key in keys]
+    results = harness.on_cores(words.workers, run, asked)
     found: dict[str, dict[int, list[dict]]] = {}
     for (variant, lag, _), one in zip(keys, results, strict=True):
         found.setdefault(variant, {}).setdefault(lag, []).append(one)
     table = {v: {str(lag): summary(r) for lag, r in by_lag.items()} for v, by_lag in found.items()}
     if not words.dry:
-        plot(found, harness.ROOT / "docs" / "img" / "correction_study.png")
+        panels = {
+            f"staleness {lag}": {v: [r["rewards"] for r in by_lag[lag]] for v, by_lag in found.items()}
+            for lag in sorted(words.lags)
+        }
+        plot(panels, harness.ROOT / "docs" / "img" / "correction_study.png")
     return {"rounds": len(words.seeds), "figures": table}

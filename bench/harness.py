@@ -209,6 +209,13 @@ class Cells:
         (self.folder / f"{name}.json").write_text(json.dumps(cell, indent=1) + "\n")
 
 
+def on_cores(workers: int, work: Callable[..., Any], items: Iterable[Sequence[Any]]) -> list[Any]:
+    """`work(*item)` of every item, `workers` at once, each on a core of its own, which its processes inherit."""
+    cores = iter(range(workers))
+    with ThreadPoolExecutor(workers, initializer=lambda: os.sched_setaffinity(0, [next(cores)])) as pool:
+        return list(pool.map(lambda item: work(*item), items))
+
+
 def in_turns(names: Sequence[Any], rounds: Iterable[int], measure: Callable[[Any, int], Any]) -> dict[Any, list[Any]]:
     """All ways of a comparison, round after round, each round beginning with another one: ratios survive drift."""
     found: dict[Any, list[Any]] = {name: [] for name in names}
@@ -336,12 +343,12 @@ def python_path() -> str:
     return os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "bench"), os.environ.get("PYTHONPATH")]))
 
 
-def command(*words: object, timeout_s: float = 3600, **environment: str) -> str:
-    """Run WORDS in the checkout and return its output; raises RuntimeError with the output's tail."""
+def command(*words: object, timeout_s: float = 3600, cwd: Path = ROOT, **environment: str) -> str:
+    """Run WORDS in `cwd` and return its output; raises RuntimeError with the output's tail."""
     line = [str(word) for word in words]
     paths = {"PYTHONPATH": python_path()}
     done = subprocess.run(
-        line, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, **paths, **environment}
+        line, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, **paths, **environment}
     )
     if done.returncode != 0:
         tail = f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
@@ -349,9 +356,9 @@ def command(*words: object, timeout_s: float = 3600, **environment: str) -> str:
     return done.stdout
 
 
-def python(*words: object, timeout_s: float = 3600, **environment: str) -> str:
+def python(*words: object, timeout_s: float = 3600, cwd: Path = ROOT, **environment: str) -> str:
     """`command` with this interpreter."""
-    return command(sys.executable, *words, timeout_s=timeout_s, **environment)
+    return command(sys.executable, *words, timeout_s=timeout_s, cwd=cwd, **environment)
 
 
 def apart(work: Callable[..., Any], *arguments: Any, cores: Iterable[int] | None = None, **environment: str) -> Any:

@@ -21,7 +21,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,16 +126,22 @@ def run_trl(workload: Workload, way: str, seed: int, options: harness.Options) -
         "steps": workload.steps, "max-tokens": workload.max_tokens, "lr": workload.lr, "threads": THREADS[way],
         "max-staleness": WINDOW, "prompts": PROMPTS, "group-size": GROUP_SIZE,
     }  # fmt: skip
-    line = [word for name, value in words.items() for word in (f"--{name}", value)]
-    script = harness.ROOT / "bench" / "trl_grpo.py"
-    limit = ("timeout", "--kill-after=30", options.timeout)  # SIGTERM, so that TRL's script ends its server
-    output = harness.command(*limit, options.trl_python, script, *line, "--eager", timeout_s=options.timeout + SPARE_S)
-    found = next(json.loads(x[7:]) for x in output.splitlines() if x.startswith("RESULT "))
+    found = ask_trl(words, options)
     curve = found.pop("curve")
     known = {name: [p[name] for p in curve if name in p] for name in ("tokens_mean", "staleness_mean")}
     means = {name: round(statistics.mean(values), 3) for name, values in known.items() if values}
     rewards = [point["reward_mean"] for point in curve]
     return found | means | figures(rewards, [point["time_s"] for point in curve], workload.level)
+
+
+def ask_trl(words: Mapping[str, object], options: harness.Options, **environment: str) -> dict[str, Any]:
+    """The result of bench/trl_grpo.py with these options; `curve` has a point per step."""
+    line = [word for name, value in words.items() for word in (f"--{name}", value)]
+    script = harness.ROOT / "bench" / "trl_grpo.py"
+    limit = ("timeout", "--kill-after=30", options.timeout)  # SIGTERM, so that TRL's script ends its server
+    line = [options.trl_python, script, *line, "--eager"]
+    output = harness.command(*limit, *line, timeout_s=options.timeout + SPARE_S, **environment)
+    return next(json.loads(x[7:]) for x in output.splitlines() if x.startswith("RESULT "))
 
 
 def run_ours(workload: Workload, seed: int, options: harness.Options) -> dict[str, Any]:

@@ -10,6 +10,9 @@ Runs in the environment of bench/requirements-trl.txt, on a CPU. `--way` is one 
 Prints one JSON object: seconds from the process's start until training began, and per step the reward and the seconds
 since then. `--micro-batch` counts sequences per forward; 0 is the whole batch. `--threads` is per process.
 
+`--task` is a workload of trl_workloads.py, or module:Class, an environment of one turn. `--save` is a folder for the
+trained model.
+
 `--check` trains nothing: it changes the trainer's weights, syncs them, and prints how far vLLM's log-probabilities are
 from the trainer's when equal, changed and synced. The patches that all this needs are in trl_patches.py.
 """
@@ -47,7 +50,7 @@ def common_settings(args: argparse.Namespace) -> dict[str, Any]:
         "gradient_accumulation_steps": batch // micro, "num_generations": args.group_size,
         "max_completion_length": args.max_tokens,
         "temperature": 1.0, "top_p": 1.0, "top_k": 0, "learning_rate": args.lr,
-        "lr_scheduler_type": "constant", "warmup_steps": 0, "adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.0,
+        "lr_scheduler_type": "constant_with_warmup", "warmup_steps": args.warmup, "adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.0,
         "max_grad_norm": 1.0, "epsilon": 0.2, "epsilon_high": 0.28, "max_steps": args.steps, "seed": args.seed,
         "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "logging_steps": 1, "report_to": "none",
         "save_strategy": "no", "optim": "adamw_torch", "dataloader_num_workers": 0, "disable_tqdm": True,
@@ -57,6 +60,8 @@ def common_settings(args: argparse.Namespace) -> dict[str, Any]:
 def reward_of(task: str, tokenizer: Any) -> Any:
     import trl_workloads
 
+    if ":" in task:
+        return trl_workloads.OneTurnReward(task, tokenizer.eos_token_id)
     game = task == "number_guessing"
     return trl_workloads.game_reward if game else trl_workloads.AdditionReward(tokenizer.eos_token_id)
 
@@ -240,7 +245,7 @@ def main() -> None:
     flag = {"action": "store_true"}
     parser = harness.parser(
         __doc__, **options, way=choices, task="addition", prompts=16, group_size=8, threads=2, micro_batch=0,
-        max_staleness=2, eager=flag, check=flag,
+        max_staleness=2, eager=flag, check=flag, save="", warmup=0,
     )  # fmt: skip
     args = parser.parse_args()
     args.max_model_len = args.max_tokens + 128
@@ -258,6 +263,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     trainer = (asynchronous if args.way == "async" else synchronous)(args)
     found = check(trainer, args) if args.check else train(trainer)
+    if args.save:
+        trainer.save_model(args.save)
     result = {"system": f"trl {trl.__version__}", "way": args.way, "patches": trl_patches.names(args.way, args.task)}
     print("RESULT " + json.dumps(result | found), flush=True)
 

@@ -6,6 +6,8 @@ trainer's worker plays it in its own loop, as its harness for tools does.
 
 import argparse
 import asyncio
+import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,10 @@ def problems(args: argparse.Namespace) -> Any:
     rows = harness.json_lines(Path(args.dataset))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed)).tolist()
     chosen = [rows[order[i % len(rows)]] for i in range(args.prompts * (args.steps + 2))]
+    if ":" in args.task:
+        games = [class_of(args.task)(row, seed=0) for row in chosen]
+        prompts = [asyncio.run(game.reset()) for game in games]
+        return Dataset.from_dict({"prompt": prompts, "problem": [json.dumps(row) for row in chosen]})
     if args.task == "number_guessing":
         return Dataset.from_dict({"prompt": [str(row["number"]) for row in chosen]})
     return Dataset.from_dict(
@@ -49,6 +55,30 @@ class AdditionReward:
         texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
         texts = [text.replace("<eos>", "").strip().split("=")[-1].strip() for text in texts]
         return [float(e and t == a) for e, t, a in zip(ended, texts, answer, strict=True)]
+
+
+def class_of(task: str) -> Any:
+    """The class that module:Class names."""
+    module, _, name = task.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+class OneTurnReward:
+    """The reward of an environment of one turn, given as module:Class."""
+
+    __name__ = "reward"
+
+    def __init__(self, task: str, end: int) -> None:
+        self.environment = class_of(task)
+        self.end = end
+
+    def __call__(self, completions: Any, completion_ids: Any, problem: Any, **_: Any) -> list[float]:
+        return [self.of(*one) for one in zip(completions, completion_ids, problem, strict=True)]
+
+    def of(self, text: str, ids: list[int], problem: str) -> float:
+        ended = bool(ids) and list(ids)[-1] == self.end
+        action = Action(text=text.replace("<eos>", ""), tokens=tuple(ids), ended=ended)
+        return asyncio.run(self.environment(json.loads(problem), seed=0).step(action)).reward
 
 
 def game_reward(completions: Any, won: Any = None, **_: Any) -> list[float]:

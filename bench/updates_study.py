@@ -15,11 +15,9 @@ run.steps=2 --dry --lags 2 --seeds 1 --ways 1 2x1.
 """
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import correction_study
@@ -103,10 +101,7 @@ def measure_all(options: harness.Options) -> dict[tuple[str, bool, int, int], di
     cells = Cells(options)
     wanted = {cell_name(*cell): cell for cell in order(options.ways, options.lags, options.seeds)}
     missing = [wanted[name] for name in cells.missing([*wanted], options.workers)]
-    cores = iter(range(options.workers))
-    # the processes that a thread starts inherit its core
-    with ThreadPoolExecutor(options.workers, initializer=lambda: os.sched_setaffinity(0, [next(cores)])) as pool:
-        list(pool.map(lambda cell: cells.measure(*cell), missing))
+    harness.on_cores(options.workers, cells.measure, missing)
     return {wanted[name]: figures for name, figures in cells.all([*wanted]).items()}
 
 

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import yaml
 from example_runs import CLAIM, EXAMPLES, Example, bars, example, judged, names, played
+from harness import json_lines
 
 from common.config.loading import load_either
 from rollout_fleet.environments.protocol import Action
@@ -20,8 +21,8 @@ from tests.rigs.waiting import until
 
 CLAIMED = CLAIM.search("- `reward_mean` of `run`: below 0.5, then above 0.9")
 LISTED = (
-    "curriculum", "distillation", "judge", "lora", "own-environment", "ppo", "reward-function", "several-turns",
-    "sft-then-rl", "tools-agent",
+    "countdown", "curriculum", "distillation", "judge", "lora", "own-environment", "ppo", "reward-function",
+    "several-turns", "sft-then-rl", "tools-agent",
 )  # fmt: skip
 
 
@@ -129,6 +130,48 @@ def test_a_group_sorts_the_same_digits_and_each_in_its_place_pays() -> None:
     found = [asyncio.run(first.step(Action(text, tokens=(), ended=ended))) for text, ended in answers]
     assert [result.reward for result in found] == [1.0, 0.25, 0.0, 0.0]
     assert [result.metrics["sorted"] for result in found] == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("7*4-2", 1.0), ("7+4=11*2=22\n7*4-2", 1.0), (" (7*4) - 2 ", 1.0), ("-2+7*4", 0.0), ("7*4-2\n", 0.0),
+        ("7+4*2", 0.0), ("7+7+7+7-2", 0.0), ("28-2", 0.0), ("7*4-2+0", 0.0), ("7*4", 0.0), ("7*4-2.0", 0.0),
+        ("26", 0.0), ("7*", 0.0), ("7/(4-4)", 0.0), ("x*4-2", 0.0), ("__import__('os')", 0.0), ("7**4-2", 0.0),
+        ("7*4-2" + " " * 99 + "#", 0.0), ("(" * 60, 0.0), ("7\x004", 0.0), ("", 0.0),
+    ],
+)  # fmt: skip
+def test_countdown_pays_for_an_exact_expression_of_all_numbers_once(answer: str, reward: float) -> None:
+    game = own("countdown", "countdown.py").Countdown({"numbers": [7, 4, 2], "target": 26}, seed=0)
+    assert asyncio.run(game.reset()) == "7 4 2 = 26\n"
+    assert asyncio.run(game.step(Action(answer, tokens=(), ended=True))).reward == reward
+    assert asyncio.run(game.step(Action(answer, tokens=(), ended=False))).reward == 0.0
+
+
+def test_countdown_s_quotients_are_exact() -> None:
+    solves = own("countdown", "countdown.py").solves
+    assert solves("8/(3-8/3)", [8, 3, 8, 3], 24) and not solves("7/3*3", [7, 3], 7)
+    assert [solves("4/2+1", [1, 2, 4], 3), solves("4/3+1", [1, 3, 4], 2)] == [True, False]
+
+
+def test_countdown_s_problems_are_solvable_and_none_is_in_two_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make, solves = runpy.run_path(str(EXAMPLES / "countdown" / "make_data.py")), own("countdown", "countdown.py").solves
+    few = {"HELD_OUT": 20, "TRAIN": 60, "SEARCHES": 300, "build_model": lambda *_, **__: None}
+    make["main"].__globals__.update(few)
+    make["main"]()
+    rows = {path.stem: json_lines(path) for path in tmp_path.glob("*.jsonl")}
+    right, asked = [], []
+    for row in rows.pop("warm_start"):
+        numbers, _, target = row["prompt"].strip().partition(" = ")
+        asked.append({"numbers": [int(number) for number in numbers.split()], "target": int(target)})
+        right.append(solves(row["completion"].split("\n")[-1], *asked[-1].values()))
+    assert 150 < sum(right) < 270, "some give up"
+    keys = {name: {make["key"](row) for row in found} for name, found in (rows | {"warm_start": asked}).items()}
+    assert (len(keys["held_out"]), len(keys["train"])) == (20, 60)
+    assert not keys["held_out"] & keys["train"] and not keys["warm_start"] & (keys["held_out"] | keys["train"])
 
 
 def test_a_walk_ends_at_the_goal_at_nonsense_and_when_its_moves_are_used_up() -> None:
