@@ -13,7 +13,8 @@ Our engine samples them from TRL's trained model, too.
 
 Each run is a file under runs/countdown/cells, so that the same command continues where it stopped, while commit and
 arguments are the same. It first says how long it will take. With `--budget-s` it begins no run that would end later,
-and exits with 1 while some are missing. Also draws docs/img/countdown.png. Words that are no options override the
+and exits with 1 while some are missing. `--also COMMIT` takes the runs of that commit, too: give it where nothing that
+they depend on has changed. Also draws docs/img/countdown.png. Words that are no options override the
 config of every run. Short mode: run.steps=4 --dry --seeds 1.
 """
 
@@ -64,11 +65,12 @@ WAYS = {
     "4-two-updates": Way(4, "tis", updates=2),
     "16": Way(16, "tis"),
     "16-uncorrected": Way(16, "none"),
+    "16-behavior": Way(16, "ppo"),
 }
 PANELS = {
     "staleness 0": {"0": "Slipstream", TRL: "TRL with vLLM"},
     "staleness 4": {"4": "corrected", "4-uncorrected": "uncorrected", "4-two-updates": "corrected, two updates"},
-    "staleness 16": {"16": "corrected", "16-uncorrected": "uncorrected"},
+    "staleness 16": {"16": "corrected", "16-uncorrected": "uncorrected", "16-behavior": "clipped to the sampler"},
 }
 
 
@@ -93,7 +95,7 @@ class Cells(harness.Cells):
     """Finished runs on disk; one of another commit or other arguments only says how long it took."""
 
     def __init__(self, options: harness.Options) -> None:
-        super().__init__(MADE / "cells", list(options.overrides))
+        super().__init__(MADE / "cells", list(options.overrides), also=options.also)
         self.options = options
         self.config = str(EXAMPLE / "config.yaml")
         self.end = time.monotonic() + options.budget_s
@@ -171,6 +173,7 @@ def row(way: str, start: float, runs: Sequence[Mapping[str, Any]]) -> dict[str, 
     made |= {"updates": ours.updates if ours else 1, "held_out_start": start}
     made["held_out"] = [run["held_out"] for run in runs]
     made["held_out_mean"] = round(statistics.mean(made["held_out"]), 4)
+    made["commits"] = sorted({run["commit"] for run in runs})
     figures = [told(run) for run in runs]
     return made | {name: [one[name] for one in figures] for name in figures[0]}
 
@@ -190,7 +193,8 @@ def measure_all(options: harness.Options) -> dict[str, dict[str, Any]]:
 
 
 @harness.script(
-    name="countdown", trl_python=str, workers=2, seeds=[1, 2, 3], budget_s=86400.0, timeout=900.0, overrides=(),
+    name="countdown", trl_python=str, workers=2, seeds=[1, 2, 3], budget_s=86400.0, timeout=900.0, also="",
+    overrides=(),
 )  # fmt: skip
 def main(options: harness.Options) -> harness.Figures:
     prepare()

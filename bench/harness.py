@@ -171,10 +171,11 @@ def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
 class Cells:
     """Measured cells of a comparison, a file each; one with another key only says how long it took."""
 
-    def __init__(self, folder: Path, *key: object) -> None:
-        """`key`: what a cell depends on besides the commit."""
+    def __init__(self, folder: Path, *key: object, also: str = "") -> None:
+        """`key`: what a cell depends on besides the commit. Cells of the commit `also` count, too."""
         self.folder = folder
         self.key = json.dumps([commit(), *key])
+        self.keys = {self.key, json.dumps([also, *key])}
 
     def _read(self, name: str) -> Figures:
         path = self.folder / f"{name}.json"
@@ -182,7 +183,7 @@ class Cells:
 
     def found(self, name: str) -> Figures | None:
         cell = self._read(name)
-        return cell["figures"] if cell.get("key") == self.key else None
+        return {"commit": json.loads(cell["key"])[0], **cell["figures"]} if cell.get("key") in self.keys else None
 
     def expected_s(self, name: str) -> float:
         return self._read(name).get("took_s", UNKNOWN_CELL_S)

@@ -93,6 +93,8 @@ checks() {
   step "hadolint" hadolint launch/cluster/Dockerfile
 }
 
+bare_install() { step "bare base install" bash tests/check_bare_install.sh; }
+
 cluster() { step "tests on a cluster of hosts" "${pytest[@]}" tests/cluster; }
 
 other_library() {
@@ -122,7 +124,7 @@ elif [ $# -gt 0 ]; then
   (step "chosen tests" "${pytest[@]}" "$@") || failed=yes
 else
   behind checks
-  (step "bare base install" bash tests/check_bare_install.sh) || failed=yes
+  behind bare_install
   # Hosts wait most of the time, for machines that fall silent. Other tests have a lower priority, so that they do not
   # delay the clocks of a cluster.
   behind cluster_and_variants

@@ -11,7 +11,7 @@ import pytest
 import trl_comparison
 from countdown_study import PANELS, START, TRL, WAYS, Cells, cell_name, measure_all, order, rows_of
 
-OPTIONS = {"seeds": [1, 2], "overrides": ["run.steps=2"], "workers": 1, "budget_s": 1e6, "trl_python": "python"}
+OPTIONS = {"seeds": [1, 2], "overrides": ["run.steps=2"], "workers": 1, "budget_s": 1e6, "trl_python": "py", "also": ""}
 
 
 def run(reward: float) -> dict[str, Any]:
@@ -27,12 +27,12 @@ def test_the_start_is_measured_once_and_each_seed_s_ways_before_the_next_seed_s(
     shown = [way for ways in PANELS.values() for way in ways]
     assert sorted(shown) == sorted({way for way, _ in cells} - {START})
     assert {(way.lag, way.correction, way.updates) for way in WAYS.values()} == {
-        (0, "tis", 1), (4, "tis", 1), (4, "none", 1), (4, "tis", 2), (16, "tis", 1), (16, "none", 1),
+        (0, "tis", 1), (4, "tis", 1), (4, "none", 1), (4, "tis", 2), (16, "tis", 1), (16, "none", 1), (16, "ppo", 1),
     }  # fmt: skip
 
 
 def test_a_row_has_one_value_a_seed_and_the_way_s_settings() -> None:
-    found = {cell_name(way, seed): run(0.5 + 0.1 * seed) for way, seed in order([1, 2])[1:]}
+    found = {cell_name(way, seed): run(0.5 + 0.1 * seed) | {"commit": "a1"} for way, seed in order([1, 2])[1:]}
     found[cell_name(START, 1)] = {"held_out": 0.25}
     rows = {row["way"]: row for row in rows_of(found, [1, 2])}
     assert [*rows] == [*WAYS, TRL]
@@ -46,6 +46,7 @@ def test_a_row_has_one_value_a_seed_and_the_way_s_settings() -> None:
 
 
 def test_a_stopped_study_continues_and_trl_gets_our_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = harness.commit()
     made: list[Any] = []
     asked: list[dict[str, Any]] = []
     most = [4]
@@ -68,10 +69,10 @@ def test_a_stopped_study_continues_and_trl_gets_our_settings(tmp_path: Path, mon
         measure_all(argparse.Namespace(**OPTIONS))
     stopped = made.copy()
     most[0] = 100
-    assert len(measure_all(argparse.Namespace(**OPTIONS))) == 15
-    assert len(set(made)) == len(made) == 15 and made[:4] == stopped
+    assert len(measure_all(argparse.Namespace(**OPTIONS))) == 17
+    assert len(set(made)) == len(made) == 17 and made[:4] == stopped
     lags = [one[-2] for one in made if one[0] is correction_study.trained]
-    assert sorted(lags) == [0, 0, 4, 4, 4, 4, 4, 4, 16, 16, 16, 16]
+    assert sorted(lags) == [0, 0, 4, 4, 4, 4, 4, 4, 16, 16, 16, 16, 16, 16]
     assert [one["seed"] for one in asked] == [1, 2]
     assert {(one["steps"], one["prompts"], one["group-size"], one["way"]) for one in asked} == {(2, 16, 8, "colocate")}
     made.clear()
@@ -80,3 +81,9 @@ def test_a_stopped_study_continues_and_trl_gets_our_settings(tmp_path: Path, mon
         measure_all(other)
     assert made == [], "runs of other arguments are not taken, and none fits into the budget"
     assert Cells(other).expected_s(cell_name("0", 1)) < harness.UNKNOWN_CELL_S
+    monkeypatch.setattr(harness, "commit", lambda: "b2")
+    later = OPTIONS | {"budget_s": 0.0}
+    with pytest.raises(SystemExit, match=cell_name("16", 2)):
+        measure_all(argparse.Namespace(**later))
+    of_before = measure_all(argparse.Namespace(**later | {"also": commit}))
+    assert {figures["commit"] for figures in of_before.values()} == {commit}
