@@ -20,6 +20,7 @@ PUBLISHED = {  # billions of parameters, active ones as the model cards and repo
     "Llama-3.1-405B": (405.85, 405.85),
     "DeepSeek-V3": (671.03, 37),
     "Qwen3-235B-A22B": (235.09, 22),
+    "Qwen3-30B-A3B": (30.53, 3.3),
     "Mixtral-8x7B-v0.1": (46.70, 12.9),
 }
 QWEN2 = dict(model_type="qwen2", hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
