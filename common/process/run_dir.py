@@ -103,6 +103,8 @@ class RunDir:
         self.profiles = self.path / "profiles"
         self.evaluation = self.path / "evaluation"
         self.sinks = self.path / "sinks"
+        self.slurm_jobs = self.path / "slurm" / "jobs.json"
+        self.up_lock = self.path / "up.lock"
 
     @classmethod
     def of(cls, config: BaseConfig) -> "RunDir":
@@ -111,8 +113,7 @@ class RunDir:
     @property
     def began(self) -> bool:
         """Whether a role has worked here, or a cluster has jobs that will. Until then the config may change."""
-        jobs = self.path / "slurm" / "jobs.json"
-        left = (self.broker_json, self.learner_json, self.metrics, self.store, self.checkpoints, jobs)
+        left = (self.broker_json, self.learner_json, self.metrics, self.store, self.checkpoints, self.slurm_jobs)
         return any(path.exists() for path in left)
 
     def broker(self) -> BrokerFile | None:

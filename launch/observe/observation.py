@@ -71,7 +71,7 @@ def observe(job: Target, timeout_s: float = ANSWER_TIMEOUT_S, last: Observation 
     """Ask the broker; fall back to RUN/status.json, at an ADDRESS to `last`. Raises SlipstreamError without either."""
     try:
         status = ask(job, lambda client: client.status(), timeout_s)
-        begins = status.learner is None and job.run is not None and is_locked(job.run.path / "up.lock")
+        begins = status.learner is None and job.run is not None and is_locked(job.run.up_lock)
         return Observation(status, live=True, begins=begins)
     except SlipstreamError as error:
         reason = str(error)
@@ -139,7 +139,7 @@ def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def given_up(tasks: int) -> str:
-    """'3 tasks given up, their episodes failed: `slipstream ledger RUN` says why'; '' without any."""
+    """'3 tasks given up, every try failed: `slipstream ledger RUN` says why'; '' without any."""
     many = "" if tasks == 1 else "s"
     return f"{tasks:,} task{many} given up, every try failed: `slipstream ledger RUN` says why" if tasks else ""
 

@@ -40,7 +40,7 @@ def command(args: argparse.Namespace) -> int:
         except SlipstreamError as error:
             if status is None and isinstance(error, UsageError):
                 raise
-            running = job.run is not None and is_locked(job.run.path / "up.lock")  # which restarts a killed broker
+            running = job.run is not None and is_locked(job.run.up_lock)  # which restarts a killed broker
             supervised |= running
             if not running and (supervised or over(job, status, time.monotonic() - heard)):
                 print("stopped; the same commands continue the job" if status else f"nothing to stop: {error}")

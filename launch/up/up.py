@@ -54,7 +54,7 @@ def command(args: argparse.Namespace) -> int:
     config, run = ready(load_config(Path(args.config), args.overrides), args.config)
     said, found = first_line(config, args.config)
     with ExitStack() as lock:
-        lock.enter_context(only_one(run.path / "up.lock", USED))
+        lock.enter_context(only_one(run.up_lock, USED))
         if done := finished(run, config):
             print(done)
             return EXIT_DONE

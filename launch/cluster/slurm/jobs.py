@@ -47,7 +47,7 @@ class Task(NamedTuple):
 
 
 def jobs_file(run: RunDir) -> Path:
-    return run.path / "slurm" / "jobs.json"
+    return run.slurm_jobs
 
 
 def over_file(run: RunDir, task: str) -> Path:
