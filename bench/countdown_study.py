@@ -13,8 +13,8 @@ Our engine samples them from TRL's trained model, too.
 
 Each run is a file under runs/countdown/cells, so that the same command continues where it stopped, while commit and
 arguments are the same. It first says how long it will take. With `--budget-s` it begins no run that would end later,
-and exits with 1 while some are missing. `--also COMMIT` takes the runs of that commit, too: give it where nothing that
-they depend on has changed. Also draws docs/img/countdown.png. Words that are no options override the
+and exits with 1 while some are missing. `--also COMMIT ...` takes the runs of these commits, too: give it where nothing
+that they depend on has changed. Also draws docs/img/countdown.png. Words that are no options override the
 config of every run. Short mode: run.steps=4 --dry --seeds 1.
 """
 
@@ -193,7 +193,7 @@ def measure_all(options: harness.Options) -> dict[str, dict[str, Any]]:
 
 
 @harness.script(
-    name="countdown", trl_python=str, workers=2, seeds=[1, 2, 3], budget_s=86400.0, timeout=900.0, also="",
+    name="countdown", trl_python=str, workers=2, seeds=[1, 2, 3], budget_s=86400.0, timeout=900.0, also=["none"],
     overrides=(),
 )  # fmt: skip
 def main(options: harness.Options) -> harness.Figures:

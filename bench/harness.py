@@ -171,11 +171,11 @@ def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
 class Cells:
     """Measured cells of a comparison, a file each; one with another key only says how long it took."""
 
-    def __init__(self, folder: Path, *key: object, also: str = "") -> None:
-        """`key`: what a cell depends on besides the commit. Cells of the commit `also` count, too."""
+    def __init__(self, folder: Path, *key: object, also: Sequence[str] = ()) -> None:
+        """`key`: what a cell depends on besides the commit. Cells of the commits `also` count, too."""
         self.folder = folder
         self.key = json.dumps([commit(), *key])
-        self.keys = {self.key, json.dumps([also, *key])}
+        self.keys = {self.key, *(json.dumps([other, *key]) for other in also)}
 
     def _read(self, name: str) -> Figures:
         path = self.folder / f"{name}.json"

@@ -334,7 +334,7 @@ def _adapter_bytes(config: Config, layout: Layout) -> int:
     lora = config.learner.lora
     if lora is None or config.weights.encoding != "adapter":
         return 0
-    names = {name for target in lora.targets for name in PROJECTIONS[target]}
+    names = {name for target in lora.targets for name in PROJECTIONS.get(target, ())}
     shapes = [entry.shape for entry in layout.entries if entry.name.split(".")[-2] in names]
     return ITEM_BYTES[config.model.dtype] * lora.rank * sum(map(sum, shapes))
 

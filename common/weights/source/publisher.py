@@ -84,8 +84,9 @@ class WeightPublisher:
         self._version = -1
         self._deltas: Deltas | AdapterPayloads = Deltas(weights.encoding, weights.anchor_every)
         self._dtype = dtype
-        here = remember_device() if weights.transport == "nccl" else None  # other threads form the groups
-        self._device = here if weights.buffers == "device" else None
+        of_device = weights.buffers == "device"
+        here = remember_device() if of_device or weights.transport == "nccl" else None  # other threads form the groups
+        self._device = here if of_device else None
         self._maker = SnapshotMaker(dtype, self._device)
         self._control: PublishControl | None = None
         self._thread: threading.Thread | None = None

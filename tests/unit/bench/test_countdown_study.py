@@ -11,7 +11,7 @@ import pytest
 import trl_comparison
 from countdown_study import PANELS, START, TRL, WAYS, Cells, cell_name, measure_all, order, rows_of
 
-OPTIONS = {"seeds": [1, 2], "overrides": ["run.steps=2"], "workers": 1, "budget_s": 1e6, "trl_python": "py", "also": ""}
+OPTIONS = {"seeds": [1, 2], "overrides": ["run.steps=2"], "workers": 1, "budget_s": 1e6, "trl_python": "py", "also": []}
 
 
 def run(reward: float) -> dict[str, Any]:
@@ -85,5 +85,5 @@ def test_a_stopped_study_continues_and_trl_gets_our_settings(tmp_path: Path, mon
     later = OPTIONS | {"budget_s": -1.0}
     with pytest.raises(SystemExit, match=cell_name("16", 2)):
         measure_all(argparse.Namespace(**later))
-    of_before = measure_all(argparse.Namespace(**later | {"also": commit}))
+    of_before = measure_all(argparse.Namespace(**later | {"also": ["0" * 8, commit]}))
     assert {figures["commit"] for figures in of_before.values()} == {commit}

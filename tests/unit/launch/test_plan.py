@@ -162,7 +162,10 @@ def test_adapters_need_gradients_states_and_checkpoints_of_their_own_alone(here:
     said = " ".join(text_of(page(adapted), WIDTH).split())
     assert "adapters 18.3 M of rank 8 train, 0.22% of the parameters" in said
     assert "checkpoints 0.2 GiB" in said
-    sent = make_review("configs/qwen3-8b-3gpu.yaml", ["learner.lora.rank=8", "weights.encoding=adapter"])
+    words = ["learner.lora.rank=8", "weights.encoding=adapter"]
+    wrong = make_review("configs/qwen3-8b-3gpu.yaml", [*words, "learner.lora.targets=[q_proj]"])
+    assert "part of 'linear_qkv'" in str(wrong.failed)
+    sent = make_review("configs/qwen3-8b-3gpu.yaml", words)
     assert sent.plan is not None and sent.plan.rl is not None
     assert (adapted.plan.rl.publish.adapter_bytes, sent.plan.rl.publish.adapter_bytes) == (0, 43_646_976)
     said = " ".join(text_of(page(sent), WIDTH).split())
