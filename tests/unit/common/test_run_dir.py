@@ -63,6 +63,7 @@ def test_a_run_may_be_continued_longer_or_with_more_nodes_but_not_as_a_warm_star
         ("telemetry__refresh_s", 3.0),
         ("weights__network", "trusted"),
         ("learner__memory", {"offload_optimizer": True}),  # out of memory is no reason to begin anew
+        ("learner__micro_batch_tokens", 8192),
     ):
         longer = changed(config, **{key: value})
         run.prepare(longer)
