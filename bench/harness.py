@@ -68,7 +68,7 @@ def accelerator() -> str:
 
 
 def commit() -> str:
-    """Short hash of the checkout, with '-modified' when a tracked file outside bench/results differs from it.
+    """Short hash of the checkout, with '-modified' when a tracked file that no script here writes differs from it.
 
     Without a repository it is the variable SLIPSTREAM_COMMIT.
     """
@@ -78,7 +78,7 @@ def commit() -> str:
 
     if given := os.environ.get("SLIPSTREAM_COMMIT"):  # a copy of the files without their repository
         return given
-    modified = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
+    modified = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results", ":!docs/img")
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-modified" if modified else "")
 
 
