@@ -22,8 +22,8 @@ FIRST_ROWS = 1000  # rows of a dataset that a launch looks at
 HEAD_BYTES = 512
 DATASET = "JSON Lines (one JSON object a line), or parquet in a file .parquet"
 MAKE_ROWS = 'python -c "import csv, json; [print(json.dumps(row)) for row in {rows}]" < {file} > {made}'
-CSV = "csv.DictReader(open(0, encoding='utf-8-sig'), delimiter='{mark}')"
-TABLES = {".csv": ("a CSV file", ","), ".tsv": ("a table with tabs", r"\t")}
+CSV = "csv.DictReader(open(0, encoding='utf-8-sig'){more})"
+TABLES = {".csv": ("a CSV file", ""), ".tsv": ("a table with tabs", r", delimiter='\t'")}
 OTHERS = {  # how a file begins: what it is, and how a dataset is made of it
     rb"PAR1": ("a parquet file of another name", "mv {file} {file}.parquet"),
     rb"\x1f\x8b": ("a gzip file", "gunzip {file}"),
@@ -155,7 +155,7 @@ def _check_format(file: Path, head: bytes, key: str) -> None:
     """Raise OtherFormat for a file that begins as another kind does, or whose name says that it is a table."""
     found, how = next((what for begins, what in OTHERS.items() if re.match(begins, head)), ("", ""))
     if (table := TABLES.get(file.suffix.lower())) and not head.lstrip().startswith(b"{"):
-        found, how = table[0], MAKE_ROWS.replace("{rows}", CSV.format(mark=table[1]))
+        found, how = table[0], MAKE_ROWS.replace("{rows}", CSV.format(more=table[1]))
     if found:
         made = file.with_suffix(".jsonl")
         made = file.with_name(f"rows-{file.name}") if made == file else made

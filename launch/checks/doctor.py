@@ -121,7 +121,7 @@ def _remains(run: RunDir) -> Iterator[Finding]:
 
 
 def check_certificate(reviewed: Review) -> Iterator[Finding]:
-    """Whether the job's numbers are proven. No word on a job that nobody certified, unless it may not run so."""
+    """Whether the job's numbers are proven. A job without a certificate has no finding, unless it is refused."""
     found = reviewed.standing
     refuses = reviewed.config.model.uncertified == "refuse"
     if found is None or not (refuses or found.file.exists()):
