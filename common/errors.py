@@ -58,8 +58,9 @@ class ConfigError(UsageError):
         self.found = found
         self.hint = hint
         self.line = line
+        self.problem = Problem(key, expected, found, hint)
         where = file if line is None else f"{file}, line {line}"
-        super().__init__(f"{where}: {Problem(key, expected, found, hint)}")
+        super().__init__(f"{where}: {self.problem}")
 
     @classmethod
     def of(cls, file: str, problem: Problem) -> "ConfigError":

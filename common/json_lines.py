@@ -4,16 +4,44 @@ import errno
 import importlib
 import json
 import os
+import re
+import shlex
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from common.errors import UsageError
+from common.errors import Problem, UsageError
 
 T = TypeVar("T")
+FIRST_ROWS = 1000  # rows of a dataset that a launch looks at
+HEAD_BYTES = 512
+DATASET = "JSON Lines (one JSON object a line), or parquet in a file .parquet"
+MAKE_ROWS = 'python -c "import csv, json; [print(json.dumps(row)) for row in {rows}]" < {file} > {made}'
+CSV = "csv.DictReader(open(0, encoding='utf-8-sig'){more})"
+TABLES = {".csv": ("a CSV file", ""), ".tsv": ("a table with tabs", r", delimiter='\t'")}
+OTHERS = {  # how a file begins: what it is, and how a dataset is made of it
+    rb"PAR1": ("a parquet file of another name", "mv {file} {file}.parquet"),
+    rb"\x1f\x8b": ("a gzip file", "gunzip {file}"),
+    rb"\x28\xb5\x2f\xfd": ("a zstd file", "unzstd {file}"),
+    rb"PK\x03\x04": ("a zip file", "unzip {file}; save a sheet of Excel as CSV"),
+    rb"version https://git-lfs": ("a pointer of git-lfs", "git lfs pull"),
+    rb"\xff\xfe|\xfe\xff": ("text in UTF-16", "iconv -f UTF-16 -t UTF-8 {file} > {made}"),
+    rb"\xef\xbb\xbf": ("text after a byte order mark", "tail -c +4 {file} > {made}"),
+    rb"\s*\[\s*\{": ("one JSON list", MAKE_ROWS.replace("csv, ", "").replace("{rows}", "json.load(open(0))")),
+}
+
+
+class OtherFormat(UsageError):
+    """A file of a dataset has neither JSON Lines nor parquet; `problem` says what it is and how to convert it."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
 
 
 class LineFile:
@@ -87,12 +115,13 @@ def dataset_rows(path: Path, key: str) -> Iterator[tuple[str, bytes]]:
     """('PATH line N', JSON object in one line) of every row of a dataset; blank lines are passed over.
 
     A row of a parquet file is written as Python's json.dumps writes it, so a JSONL file that json.dumps wrote has the
-    same bytes. Raises UsageError, naming `key`, the file and the line; also when there is no row at all.
+    same bytes. Raises UsageError, naming `key`, the file and the line; also when there is no row at all. It is
+    OtherFormat for a file of another kind.
     """
     found = False
     for file in dataset_files(path):
         try:
-            for number, line in _parquet_lines(file, key) if file.suffix == ".parquet" else _lines(file):
+            for number, line in _parquet_lines(file, key) if file.suffix == ".parquet" else _lines(file, key):
                 where = f"{file} line {number}"
                 _check_object(line, f"{key}: {where}")
                 found = True
@@ -103,19 +132,35 @@ def dataset_rows(path: Path, key: str) -> Iterator[tuple[str, bytes]]:
         raise UsageError(f"{key}: {path} has no rows")
 
 
+def first_rows(dataset: str, most: int = FIRST_ROWS) -> Iterator[tuple[str, bytes]]:
+    """The first rows, as `dataset_rows` has them, up to one that cannot be read; none of a file that is not here."""
+    with suppress(UsageError):
+        yield from islice(dataset_rows(Path(dataset), "tasks.dataset"), most)
+
+
 def first_row(dataset: str) -> tuple[str, bytes] | None:
     """The first row, as `dataset_rows` has it; None where it cannot be read, as on another machine."""
-    try:
-        return next(dataset_rows(Path(dataset), "tasks.dataset"))
-    except UsageError:
-        return None
+    return next(first_rows(dataset, 1), None)
 
 
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+def _lines(file: Path, key: str) -> Iterator[tuple[int, bytes]]:
     with file.open("rb") as lines:
+        _check_format(file, lines.peek(HEAD_BYTES), key)
         for number, line in enumerate(lines, start=1):
             if text := line.strip():
                 yield number, text
+
+
+def _check_format(file: Path, head: bytes, key: str) -> None:
+    """Raise OtherFormat for a file that begins as another kind does, or whose name says that it is a table."""
+    found, how = next((what for begins, what in OTHERS.items() if re.match(begins, head)), ("", ""))
+    if (table := TABLES.get(file.suffix.lower())) and not head.lstrip().startswith(b"{"):
+        found, how = table[0], MAKE_ROWS.replace("{rows}", CSV.format(more=table[1]))
+    if found:
+        made = file.with_suffix(".jsonl")
+        made = file.with_name(f"rows-{file.name}") if made == file else made
+        how = how.format(file=shlex.quote(str(file)), made=shlex.quote(str(made)))
+        raise OtherFormat(Problem(key, DATASET, f"{file}, {found}", f"to convert it: {how}"))
 
 
 def _parquet_lines(file: Path, key: str) -> Iterator[tuple[int, bytes]]:

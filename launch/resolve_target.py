@@ -58,7 +58,8 @@ def checked(config: C, file: str, environment: bool = True, reader: Reader = "al
     """The config with absolute paths after all checks that need no heavy import, and its run folder.
 
     Errors name `file`. `environment`: also import the environment, for the commands whose Python must have it.
-    `reader`: the role that starts here; files that only others read may be missing. Raises UsageError: ConfigError when
+    `reader`: the role that starts here; files that only others read may be missing. A job that has not begun also
+    tries the dataset's first row. Raises UsageError: ConfigError when
     a key is wrong.
     """
     config = resolve_paths(config)
@@ -72,12 +73,13 @@ def checked(config: C, file: str, environment: bool = True, reader: Reader = "al
         from rollout_fleet.environments.description import check_sources
 
         found = check_sources(config.rl, file)
+        begins = reader == "all" and not RunDir.of(config).began  # a reset may take long: none in a job that goes on
         for name, job in local.rl.sources.items() if local.rl is not None else ():
-            if job.tasks.reward is not None:
-                from rollout_fleet.driver_factory import check_rewards
+            if job.tasks.reward is not None or (begins and not found[name].agent):
+                from rollout_fleet.driver_factory import check_rows
 
                 with of_source(name):
-                    check_rewards(job, found[name], file)
+                    check_rows(job, found[name], file)
         if local.rl is not None and local.rl.scorers:
             from rollout_fleet.scorers.check import check_scorers
 

@@ -3,8 +3,6 @@
 import asyncio
 import sys
 from contextlib import closing, redirect_stdout
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,13 +10,13 @@ import msgspec
 from common.config.schema import Config
 from common.errors import ConfigError, of_source
 from common.hub import load_tokenizer
-from common.json_lines import dataset_rows, first_row
+from common.json_lines import FIRST_ROWS, first_rows
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.description import Description, check_environment
-from rollout_fleet.environments.isolation.backend import Backend
+from rollout_fleet.environments.isolation.backend import Backend, BackendFailed
 from rollout_fleet.environments.isolation.process_backend import ProcessBackend, ProcessHost
 from rollout_fleet.environments.isolation.thread_backend import EnvironmentThread, ThreadBackend
-from rollout_fleet.environments.protocol import Action, Budget, Observation
+from rollout_fleet.environments.protocol import Action, Budget, Chat
 from rollout_fleet.episode.driver import (
     EpisodeDriver,
     EpisodeFailed,
@@ -34,7 +32,6 @@ from rollout_fleet.episode.sampler_protocol import Sampler
 
 # Reward functions judge these before a launch: a sentence, and the answer of a policy that ends its turn at once.
 MADE_UP = ("The answer is 42.", "")
-PROMPTS_TRIED = 1000  # rows that are filled into tasks.prompt before a launch
 
 
 def build_drivers(config: Config, sampler: Sampler, thread: EnvironmentThread) -> dict[str, EpisodeDriver]:
@@ -107,12 +104,58 @@ def _backend(config: Config, found: Description, thread: EnvironmentThread) -> B
     return ProcessBackend(found.path, options, found.limits, timeout_s, processes, found.shares_seed)
 
 
-async def first_observation(config: Config, found: Description, problem: dict[str, Any]) -> Observation:
-    """The first observation of a dataset row, made where an episode would run and within its limits.
+def check_prompts(config: Config, file: str) -> tuple[str, dict[str, Any]] | None:
+    """('PATH line N', row) of the dataset's first row, after tasks.prompt was filled from the first ones.
+
+    None where the dataset cannot be read: the config's checks say so, or it is on another machine or of the hub.
+    Raises ConfigError, naming the row, for a template that does not fit.
+    """
+    from rollout_fleet.environments.builtin.reward_function import messages_of
+
+    first = None
+    rewards = config.tasks.reward is not None
+    prompt: Any = registry.played(config.tasks)[1]["prompt"] if rewards else None
+    for where, line in first_rows(config.tasks.dataset, FIRST_ROWS if rewards else 1):
+        row = msgspec.json.decode(line, type=dict[str, Any])
+        first = first or (where, row)
+        try:
+            list(messages_of(prompt, row) if rewards else ())
+        except ValueError as error:
+            expected = "a template whose columns are in each row, or rows with the column 'prompt'"
+            raise ConfigError(file, "tasks.prompt", expected, f"{where}: {error}") from error
+    return first
+
+
+def check_rows(config: Config, found: Description, file: str) -> None:
+    """Try tasks.prompt on the first rows of the dataset and an episode on the first, where they can be read here.
+
+    Raises ConfigError, naming the row, as `check_prompts`, and where a sample of the first row would fail.
+    """
+    if (first := check_prompts(config, file)) is None:
+        return
+    where, row = first
+    try:
+        try_episode(config, found, row)
+    except (EpisodeFailed, BackendFailed) as error:
+        key, expected = "tasks.environment", "an environment that begins on the dataset's rows"
+        if config.tasks.reward is not None:
+            key, expected = "tasks.reward", "functions that judge any completion of the dataset's rows"
+        raise ConfigError(file, key, expected, f"{where}: {error}") from error
+
+
+def try_episode(config: Config, found: Description, row: dict[str, Any]) -> None:
+    """Build and reset the environment of a dataset row where an episode would run, and within its limits.
 
     Reward functions also judge the completions MADE_UP. Raises EpisodeFailed with the reason why a sample would fail,
     BackendFailed when no environment can be started.
     """
+    with redirect_stdout(sys.stderr):  # the command's output is not for environments
+        observation = asyncio.run(_first_observation(config, found, row))
+    if not isinstance(observation, str | list | Chat):
+        raise EpisodeFailed(f"reset returned {type(observation).__name__}, expected a text, token ids or a Chat")
+
+
+async def _first_observation(config: Config, found: Description, problem: dict[str, Any]) -> object:
     names = set[frozenset[str]]()
     with closing(EnvironmentThread()) as thread, closing(_backend(config, found, thread)) as backend:
         environment = backend.environment(problem, config.run.seed, config.run.seed)
@@ -131,29 +174,3 @@ async def first_observation(config: Config, found: Description, problem: dict[st
     if len(names) > 1:
         raise EpisodeFailed(f"names of rewards change from one completion to the next: {[*map(sorted, names)]}")
     return observation
-
-
-def check_rewards(config: Config, found: Description, file: str) -> None:
-    """Try tasks.prompt on the first rows of the dataset and tasks.reward on the first, where they can be read here.
-
-    Raises ConfigError, naming the row, for a template that does not fit, and for functions that do not judge MADE_UP.
-    """
-    from rollout_fleet.environments.builtin.reward_function import messages_of
-
-    if (first := first_row(config.tasks.dataset)) is None:
-        return  # said by the config's checks, or on another machine
-    prompt: Any = registry.played(config.tasks)[1]["prompt"]
-    for where, row in islice(dataset_rows(Path(config.tasks.dataset), "tasks.dataset"), PROMPTS_TRIED):
-        try:
-            list(messages_of(prompt, msgspec.json.decode(row, type=dict[str, Any])))
-        except ValueError as error:
-            expected = "a template whose columns are in each row, or rows with the column 'prompt'"
-            raise ConfigError(file, "tasks.prompt", expected, f"{where}: {error}") from error
-    where, row = first
-    problem = msgspec.json.decode(row, type=dict[str, Any])
-    try:
-        with redirect_stdout(sys.stderr):  # the command's output is not for functions
-            asyncio.run(first_observation(config, found, problem))
-    except EpisodeFailed as error:
-        expected = "functions that judge any completion of the dataset's rows"
-        raise ConfigError(file, "tasks.reward", expected, f"{where}: {error}") from error

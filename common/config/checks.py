@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from functools import reduce
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -35,7 +36,7 @@ from common.config.tasks import kept_rows
 from common.errors import Problem, UsageError, meant, nearest
 from common.evaluation import dataset_names, pass_ks
 from common.hub import SCHEME, TOKENIZER_FILES, absolute, local_copy
-from common.json_lines import dataset_files, dataset_rows
+from common.json_lines import FIRST_ROWS, OtherFormat, dataset_files, dataset_rows
 from common.metrics import SOURCE_FIGURES, EvaluationMetrics, numbers
 
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
@@ -309,9 +310,13 @@ def _dataset(key: str, path: str) -> Iterator[Problem]:
         yield Problem(key, "a JSONL or parquet file", found, DATASET_HINT, kind="missing")
         return
     try:
-        next(dataset_rows(file, key))
+        for _ in islice(dataset_rows(file, key), FIRST_ROWS):
+            pass
+    except OtherFormat as error:
+        yield error.problem
     except UsageError as error:
-        yield Problem(key, "a JSON object on every line", str(error).removeprefix(f"{key}: "))
+        expected = "a whole parquet file" if file.suffix == ".parquet" else "a JSON object on every line"
+        yield Problem(key, expected, str(error).removeprefix(f"{key}: "))
 
 
 def _sources(config: Config, read: set[str]) -> Iterator[Problem]:

@@ -121,16 +121,19 @@ def _remains(run: RunDir) -> Iterator[Finding]:
 
 
 def check_certificate(reviewed: Review) -> Iterator[Finding]:
-    """Whether the job's numbers are proven."""
+    """Whether the job's numbers are proven. A job without a certificate has no finding, unless it is refused."""
     found = reviewed.standing
-    if found is None:
+    refuses = reviewed.config.model.uncertified == "refuse"
+    if found is None or not (refuses or found.file.exists()):
         return
     if not found.why:
         yield fine("certificate", found.sentence)
         return
     why = "layout, adapters, loss and precision of this job were not compared with Hugging Face together"
+    why += "; model.uncertified: refuse ends such a job" * refuses
     code = "none" if found.certificate is None else "lapsed"
-    yield warning("certificate", code, found.why, why=why, fix=f"slipstream certify {reviewed.file}")
+    level = problem if refuses else warning
+    yield level("certificate", code, found.why, why=why, fix=f"slipstream certify {reviewed.file}")
 
 
 # ---------------------------------------------------------------- command

@@ -1,17 +1,15 @@
 """The things that a config names: model, dataset, credentials, the disk of its run, addresses and servers."""
 
-import asyncio
 import fcntl
 import math
 import os
 import shutil
 import socket
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -22,7 +20,7 @@ from common.config.group_size import most_kept_bytes
 from common.config.loss import plugins
 from common.config.network_checks import split_address
 from common.config.schema import BaseConfig, Config
-from common.errors import ConfigError, Problem, SlipstreamError, UsageError
+from common.errors import ConfigError, SlipstreamError, UsageError
 from common.json_lines import dataset_files, dataset_rows, first_row
 from common.process.files import sync
 from common.security.credentials import KeyFolder
@@ -31,7 +29,6 @@ from launch.checks.review import Review
 from launch.plan.job_plan import GIB, MIB, Plan
 from learner.loss.plugins import can_check
 from rollout_fleet.environments.description import Description
-from rollout_fleet.environments.protocol import Chat
 
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100 << 20
@@ -56,13 +53,15 @@ def check_config_and_files(review: Review) -> Iterator[Finding]:
     yield from check_parts(review)
     yield from check_model(Path(config.model.path))
     weights = [source.weight for source in config.rl.tasks.sources.values()] if config.rl is not None else []
+    unread = {wrong.key for wrong in refused}
     for (key, path), weight in zip(config.tasks.datasets.items(), weights or [1.0], strict=True):
-        yield from check_dataset(key, Path(path), config, share=weight / (sum(weights) or 1.0))
+        if key not in unread:
+            yield from check_dataset(key, Path(path), config, share=weight / (sum(weights) or 1.0))
     for name, environment in review.environments.items():
         if config.rl is not None and not environment.agent:
             job = config.rl.sources[name]
             yield from check_first_row(job, environment, f"tasks.sources.{name}" if name else "tasks")
-    if config.rl is not None and config.rl.scorers and review.environments:
+    if config.rl is not None and config.rl.scorers and review.environments.keys() == config.rl.sources.keys():
         yield from check_scorers(config.rl, review.file)
     if config.broker.credentials is not None:
         yield from check_permissions(Path(config.broker.credentials))
@@ -144,7 +143,7 @@ def broken_weights(file: Path) -> str:
 def check_dataset(key: str, file: Path, config: BaseConfig, share: float = 1.0) -> Iterator[Finding]:
     """Every line is a JSON object, and a step finds enough of them for its `share` from here."""
     if not any(map(Path.is_file, dataset_files(file))):
-        return  # said by the config's checks, or a name of the hub
+        return  # a name of the hub
     rows = read = 0
     try:
         for _, row in dataset_rows(file, key):
@@ -171,7 +170,7 @@ def check_first_row(config: Config, environment: Description, at: str = "tasks")
 
     `at`: the key path of the config's source.
     """
-    from rollout_fleet.driver_factory import first_observation
+    from rollout_fleet.driver_factory import try_episode
     from rollout_fleet.episode.driver import EpisodeFailed
 
     name = config.tasks.environment or f"{at}.reward"
@@ -180,10 +179,7 @@ def check_first_row(config: Config, environment: Description, at: str = "tasks")
         return  # said by the config's checks, or a name of the hub
     where, row = found
     try:
-        with redirect_stdout(sys.stderr):  # the findings alone go to standard output
-            said = asyncio.run(first_observation(config, environment, msgspec.json.decode(row)))
-        if not isinstance(said, str | list | Chat):
-            reason = f"reset returned {type(said).__name__}, expected a text, token ids or a Chat"
+        try_episode(config, environment, msgspec.json.decode(row))
     except (EpisodeFailed, SlipstreamError) as error:
         reason = str(error)
     if reason:
@@ -206,7 +202,7 @@ def check_scorers(config: Config, file: str) -> Iterator[Finding]:
                 "scorers", "silent", silent, why=why, fix="start its server, or correct the key that is named"
             )
     except ConfigError as error:
-        yield refusal(Problem(error.key, error.expected, error.found, error.hint), file)
+        yield refusal(error.problem, file)
 
 
 def check_permissions(path: Path) -> Iterator[Finding]:

@@ -79,7 +79,7 @@ def page(review: Review) -> RenderableType:
     parts: list[RenderableType] = [Text(f"plan of {review.config.run.name} ({review.file})", "bold")]
     parts += _numbered("Failed checks", review.failed, "red")
     if not review.failed:
-        parts.append(Text("All checks passed that need no weights, data or GPU.", "green"))
+        parts.append(Text("All checks passed that need no weights or GPU.", "green"))
     parts += _numbered("Before launch", review.before_launch, "yellow")
     if review.plan is None:
         parts.append(Text("No plan: the layout does not fit the model.", "red"))

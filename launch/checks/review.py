@@ -20,7 +20,7 @@ from common.config.network_checks import is_loopback, split_address
 from common.config.parallel_layout import model_problems, world_problems
 from common.config.passthrough import passthrough_warnings
 from common.config.schema import BaseConfig, Config, LearnerConfig
-from common.errors import ConfigError, Problem, UsageError
+from common.errors import ConfigError, Problem, UsageError, of_source
 from common.hub import SCHEME
 from common.process.run_dir import other_values
 from launch.certificates import Standing, read_model, shape_folder, standing
@@ -28,6 +28,7 @@ from launch.checks.findings import Finding, note
 from launch.plan.job_plan import GIB, Plan, RlPart, make_plan, stages_of
 from launch.plan.memory import ADAM_BYTES, DEVICES, GRADIENT_BYTES, HEADROOM, ITEM_BYTES, MAIN_BYTES, fits
 from learner.loss import plugins
+from rollout_fleet.driver_factory import check_prompts
 from rollout_fleet.environments.description import PYTHON_KEY, Description, check_sources
 
 # ---------------------------------------------------------------- advice
@@ -364,7 +365,9 @@ def review(
         try:
             made.environments = check_sources(config.rl, file, libraries)
         except ConfigError as error:
-            made.refused.append(Problem(error.key, error.expected, error.found, error.hint))
+            made.refused.append(error.problem)
+    if config.rl is not None:
+        _try_prompts(made, config.rl)
     if config.rl is not None and (named := loss_plugins(config.rl)):
         made.refused += plugins.ask(config.rl)
         if not plugins.can_check():
@@ -377,6 +380,17 @@ def review(
     except UsageError as error:
         made.no_plan = str(error)
     return made
+
+
+def _try_prompts(made: Review, config: Config) -> None:
+    """Fill each tasks.prompt from the first rows of a dataset that is here; doctor leaves out a source that fails."""
+    for name, job in config.sources.items():
+        try:
+            with of_source(name):
+                check_prompts(job, made.file)
+        except ConfigError as error:
+            made.refused.append(error.problem)
+            made.environments.pop(name, None)
 
 
 def _add_plan(made: Review, folder: Path, gpus_per_node: int, link_gbit: float) -> None:

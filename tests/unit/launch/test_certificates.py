@@ -177,14 +177,15 @@ def test_plan_and_doctor_show_it(tmp_path: Path) -> None:
     file = write_job(tmp_path)
     review = make_review(str(file), [])
     assert "uncertified: " in text_of(page(review)) and not as_json(review)["certificate"]["counts"]
-    (found,) = check_certificate(review)
-    assert (found.level, found.code, found.fix) == ("warning", "none", f"slipstream certify {file}")
+    assert [*check_certificate(review)] == [], "nobody asked for one"
+    (found,) = check_certificate(make_review(str(file), ["model.uncertified=refuse"]))
+    assert (found.level, found.code, found.fix) == ("problem", "none", f"slipstream certify {file}")
     certified(file)
     review = make_review(str(file), [])
     assert "certified: 1 checks" in text_of(page(review)) and as_json(review)["certificate"]["counts"]
     assert [found.level for found in check_certificate(review)] == ["fine"]
     lapsed = make_review(str(file), ["learner.lora={rank: 4}"])
-    assert [found.code for found in check_certificate(lapsed)] == ["lapsed"]
+    assert [(found.level, found.code) for found in check_certificate(lapsed)] == [("warning", "lapsed")]
 
 
 REFUSED = {  # bad input: override, and what is said of it

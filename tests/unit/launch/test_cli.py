@@ -12,6 +12,7 @@ import yaml
 
 from common.errors import EXIT_USAGE
 from launch.cli import COMMANDS, GROUPS, main, parse
+from launch.resolve_target import load_job
 from tests.rigs.configs import HEAVY, imported_by, refusal, run_cli
 from tests.rigs.redis_servers import free_port
 from tests.rigs.waiting import LIMIT_S
@@ -78,6 +79,29 @@ def test_a_reward_that_cannot_be_used_is_refused_before_anything_starts(job, cap
     said = refusal(capsys, command, str(job), "tasks.environment=null", *words)
     assert f": {key}: " in said and str(job) in said
     assert not (job.parent / "run").exists()
+
+
+STUCK = """
+class Stuck:
+    def __init__(self, problem, *, seed): ...
+    async def reset(self): raise OSError("no room for the game")
+    async def step(self, action): ...
+"""
+
+
+def test_a_reset_that_fails_is_refused_before_a_job_starts_and_not_tried_in_one_that_goes_on(job, capsys, monkeypatch):
+    monkeypatch.chdir(job.parent)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (job.parent / "stuck_game.py").write_text(STUCK)
+    word = "tasks.environment=stuck_game:Stuck"
+    said = refusal(capsys, "up", str(job), word)
+    assert f"{job}: tasks.environment: expected an environment that begins on the dataset's rows, found " in said
+    assert "train.jsonl line 1: reset raised OSError: no room for the game" in said
+    run = job.parent / "run"
+    assert not run.exists()
+    run.mkdir()
+    (run / "metrics.jsonl").touch()
+    assert load_job(str(job), [word], environment=True)[1].began
 
 
 @pytest.mark.parametrize("command", ["broker", "up"])

@@ -309,18 +309,18 @@ def test_an_environment_that_fails_on_the_first_row_is_named_with_the_row(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("keys", "code"),
+    ("keys", "finding"),
     [
         ({"reward": "exact_match", "prompt": "{question}"}, ""),
-        ({"reward": "exact_match"}, "first_row"),
-        ({"reward": "exact_match", "prompt": "{question}", "options": {"column": "anwser"}}, "first_row"),
-        ({"reward": "exact_mach"}, "tasks.reward"),
-        ({"reward": "regex"}, "tasks.options"),
+        ({"reward": "exact_match"}, "config tasks.prompt"),
+        ({"reward": "exact_match", "prompt": "{question}", "options": {"column": "anwser"}}, "environment first_row"),
+        ({"reward": "exact_mach", "prompt": "{question}"}, "environment tasks.reward"),
+        ({"reward": "regex", "prompt": "{question}"}, "environment tasks.options"),
     ],
 )
-def test_rewards_judge_a_made_up_answer_to_the_first_row(config: Config, keys: dict[str, object], code: str) -> None:
+def test_rewards_judge_a_made_up_answer_to_the_first_row(config: Config, keys: dict[str, object], finding: str) -> None:
     findings = found(files(own(config, environment=None, **keys)), "problem")
-    assert [(finding.check, finding.code) for finding in findings] == [("environment", code)] * bool(code)
+    assert [f"{each.check} {each.code}" for each in findings] == [finding] * bool(finding)
 
 
 def test_the_first_row_is_tried_in_the_interpreter_of_the_environment(config: Config, games: Path) -> None:
@@ -420,6 +420,8 @@ def test_a_bad_line_in_the_middle_of_a_dataset_is_found(config: Config) -> None:
     file.write_text('{"a": 1}\n' * 20 + "[1]\n")
     bad = only(job.check_dataset("tasks.dataset", file, config))
     assert bad.code == "bad_line" and "line 21" in bad.what
+    said = [wrong.check for wrong in found(files(config)) if wrong.check != "environment"]
+    assert said == ["config"], "said once"
     file.write_text('{"a": 1}\n\n' * 3)
     assert only(job.check_dataset("tasks.dataset", file, config), "warning").code == "few_rows"
 

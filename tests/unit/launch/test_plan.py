@@ -17,7 +17,7 @@ from launch.checks.review import make_review
 from launch.cli import main
 from launch.plan.job_plan import GIB
 from launch.plan.memory import DEVICES, Entropy, fits, output_bytes
-from tests.rigs.configs import refusal, text_of
+from tests.rigs.configs import refusal, text_of, write_job
 from tests.rigs.processes import ROOT
 from tests.rigs.refusals import refused
 
@@ -398,3 +398,26 @@ def test_what_is_wrong_with_an_environment_is_said_of_it_whatever_source_has_it(
     found = finding_of(Problem(f"{at}.{key}", "another", "this"))
     assert (found.check, found.code) == ("environment", f"{at}.{key}")
     assert finding_of(Problem(f"{at}.dataset", "another", "this")).check == "config"
+
+
+@pytest.mark.parametrize(
+    ("rows", "key", "said"),
+    [
+        ('{"question": "?"}\n{"qustion": "?"}\n', "tasks.prompt", "line 2: there is no column 'question'"),
+        ('{"question": "?"}\n{"question": \n', "tasks.dataset", "line 2 is not JSON"),
+        ("question,answer\n?,2\n", "tasks.dataset", "train.csv, a CSV file"),
+        ('{"question": "?"}\n', "", ""),
+    ],
+)
+def test_the_first_rows_of_a_dataset_that_is_here_are_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str, key: str, said: str
+) -> None:
+    (tmp_path / "train.csv").write_text(rows)
+    tasks = {"environment": None, "reward": "exact_match", "prompt": "{question}"}
+    file = write_job(tmp_path, tasks={**tasks, "dataset": str(tmp_path / "train.csv")})
+    assert main(["plan", str(file), "--json"]) == (2 if key else 0)
+    failed = json.loads(capsys.readouterr().out)["failed"]
+    assert [line.partition(":")[0] for line in failed] == [key] * bool(key)
+    assert said in "".join(failed)
+    words = [f"tasks.dataset={tmp_path / 'elsewhere.jsonl'}"]
+    assert make_review(str(file), words).failed == [], "a plan needs no data"

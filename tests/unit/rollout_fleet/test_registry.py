@@ -10,7 +10,7 @@ import pytest
 from common.config.schema import Config, ModelConfig, RolloutConfig, RunConfig, TasksConfig
 from common.config.tasks import AgentConfig, LimitsConfig
 from common.errors import ConfigError
-from rollout_fleet.driver_factory import build_driver, check_rewards
+from rollout_fleet.driver_factory import build_driver, check_rows
 from rollout_fleet.environments import description
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.description import PYTHON_KEY, check_environment, check_libraries, describe
@@ -232,7 +232,7 @@ def test_a_reward_function_of_the_named_interpreter_is_checked_tried_and_called_
     qwen().save_pretrained(tmp_path / "model")
     config = job("other_game:reward", bonus=1.0)
     (tmp_path / "train.jsonl").write_text('{"prompt": "Say it"}\n')
-    check_rewards(config, check_environment(config.tasks), "job.yaml")
+    check_rows(config, check_environment(config.tasks), "job.yaml")
     sample = play(build_driver(config, speaker(qwen(), "How much?"), new_host()), {"prompt": "Say it"})
     assert (sample.error, sample.reward) == (None, 2.0)
     for function, options, key in (

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from common import json_lines
 from common.config.schema import Config
 from common.errors import ConfigError
 from common.rollouts import Sample
 from rollout_fleet import driver_factory
-from rollout_fleet.driver_factory import build_driver, check_rewards
+from rollout_fleet.driver_factory import build_driver, check_rows
 from rollout_fleet.environments import reward_library
 from rollout_fleet.environments.builtin.reward_function import messages_of
 from rollout_fleet.environments.description import check_environment
@@ -111,7 +112,7 @@ def samples(config: Config, *answers: Any, row: dict[str, Any] = ROW) -> tuple[l
 def refused(config: Config) -> ConfigError:
     """The error before a launch, of the checks that `up` makes."""
     with pytest.raises(ConfigError) as caught:
-        check_rewards(config, check_environment(config.tasks, "job.yaml"), "job.yaml")
+        check_rows(config, check_environment(config.tasks, "job.yaml"), "job.yaml")
     assert caught.value.file == "job.yaml"
     return caught.value
 
@@ -136,7 +137,7 @@ def test_a_reward_by_name_gets_completion_row_and_options(
     folder: Path, reward: str, options: dict[str, Any], expected: float, metrics: dict[str, float]
 ) -> None:
     config = job(folder, reward, options=options)
-    check_rewards(config, check_environment(config.tasks), "job.yaml")
+    check_rows(config, check_environment(config.tasks), "job.yaml")
     (sample,), _ = samples(config, "2")
     assert (sample.error, sample.reward, sample.metrics) == (None, expected, metrics)
 
@@ -149,7 +150,7 @@ def test_several_rewards_are_weighed_and_named_also_in_processes(folder: Path, p
         {"function": "my_rewards:both", "weight": {"right": -1.0, "short": 0.5}, "name": "shape"},
     ]
     config = job(folder, rewards, limits={"process": process, "memory_mib": 2048})
-    check_rewards(config, check_environment(config.tasks), "job.yaml")
+    check_rows(config, check_environment(config.tasks), "job.yaml")
     (good, poor), _ = samples(config, "2", "three")
     assert good.metrics == {"right": 3.0, "characters": 1.0, "shape/right": 1.0, "shape/short": 1.0}
     assert good.reward == 2.0 * 3.0 - 1.0 + 0.5
@@ -229,6 +230,16 @@ def test_every_row_must_have_the_prompt_s_columns_not_only_the_first(folder: Pat
     assert "train.jsonl line 2" in error.found
 
 
+def test_each_of_the_first_rows_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    check = json_lines._check_object
+    monkeypatch.setattr(json_lines, "_check_object", lambda text, where: (read.append(where), check(text, where)))
+    config = job(folder, "exact_match", rows=[ROW] * (json_lines.FIRST_ROWS + 5))
+    check_rows(config, check_environment(config.tasks), "job.yaml")
+    file = config.tasks.dataset
+    assert read == [f"tasks.dataset: {file} line {n}" for n in range(1, json_lines.FIRST_ROWS + 1)]
+
+
 def test_a_missing_column_is_told_with_the_nearest() -> None:
     with pytest.raises(ValueError, match="did you mean 'question'"):
         column_of({"answer": "2", "question": "?"}, "questoin")
@@ -304,7 +315,7 @@ def test_a_function_that_ends_the_process_is_refused(folder: Path) -> None:
 def test_without_the_dataset_nothing_is_tried_and_names_are_still_checked(folder: Path) -> None:
     config = job(folder, "my_rewards:bad", options={"how": "None"})
     Path(config.tasks.dataset).unlink()
-    check_rewards(config, check_environment(config.tasks), "job.yaml")
+    check_rows(config, check_environment(config.tasks), "job.yaml")
 
 
 def test_a_library_that_a_function_needs_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,7 +479,7 @@ def test_expressions_are_compared_and_code_runs_on_the_thread_and_within_an_epis
     for thread in others:  # the user has more processes than an episode may have
         thread.start()
     try:
-        check_rewards(config, check_environment(config.tasks), "job.yaml")
+        check_rows(config, check_environment(config.tasks), "job.yaml")
         (sample,), _ = samples(config, "0.5", row=row)
     finally:
         ended.set()

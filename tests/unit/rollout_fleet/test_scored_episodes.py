@@ -21,7 +21,7 @@ from common.rollouts import Group, Sample, decode_group, encode_group
 from common.transcripts import FailedTranscripts, Transcript
 from launch.checks.job import check_scorers as doctor_checks
 from rollout_fleet import driver_factory
-from rollout_fleet.driver_factory import build_driver, check_rewards
+from rollout_fleet.driver_factory import build_driver, check_rows
 from rollout_fleet.environments.description import check_environment
 from rollout_fleet.episode.driver import EpisodeDriver
 from rollout_fleet.scorers import client
@@ -261,7 +261,7 @@ def test_a_launch_asks_no_judge_and_is_silent_about_one_that_serves_its_model(
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-secret")
     config = job(tmp_path, server, api_key_env="JUDGE_KEY")
-    check_rewards(config, check_environment(config.tasks), "job.yaml")
+    check_rows(config, check_environment(config.tasks), "job.yaml")
     assert list(check_scorers(config, "job.yaml")) == []
     assert (server.bodies, server.keys) == ([], ["Bearer sk-secret"])
 

@@ -1,0 +1,54 @@
+"""Datasets of another kind: what the file is, and a command that makes rows of it, which is run here."""
+
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.json_lines import DATASET, OtherFormat, dataset_rows
+
+ROWS = [{"question": "1, 2 – 3?", "answer": "2"}, {"question": 'a "b"', "answer": "1"}]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+FILES = {  # name: content, what is said of it
+    "a train.csv": ('\ufeffquestion,answer\n"1, 2 – 3?",2\n"a ""b""",1\n'.encode(), "a CSV file"),
+    "train.tsv": ('question\tanswer\n1, 2 – 3?\t2\n"a ""b"""\t1\n'.encode(), "a table with tabs"),
+    "train.json": (json.dumps(ROWS, indent=1).encode(), "one JSON list"),
+    "list.jsonl": (json.dumps(ROWS).encode(), "one JSON list"),
+    "utf16.jsonl": (LINES.encode("utf-16"), "text in UTF-16"),
+    "mark.jsonl": (LINES.encode("utf-8-sig"), "text after a byte order mark"),
+    "train.jsonl.gz": (gzip.compress(LINES.encode()), "a gzip file"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_another_kind_is_named_with_a_command_that_makes_rows_of_it(tmp_path: Path, name: str) -> None:
+    content, said = FILES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(OtherFormat) as caught:
+        list(dataset_rows(tmp_path / name, "tasks.dataset"))
+    found = caught.value.problem
+    assert (found.key, found.expected, found.found) == ("tasks.dataset", DATASET, f"{tmp_path / name}, {said}")
+    _, _, command = str(found.hint).partition("to convert it: ")
+    if command.startswith("python "):
+        command = command.replace("python", sys.executable, 1)
+    elif shutil.which(command.split()[0]) is None:
+        pytest.skip(f"{command.split()[0]} is not installed")
+    subprocess.run(command, shell=True, check=True)
+    (made,) = set(tmp_path.iterdir()) - {tmp_path / name}
+    assert [json.loads(row) for _, row in dataset_rows(made, "tasks.dataset")] == ROWS
+
+
+@pytest.mark.parametrize("begins", [b"PAR1", b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"version https://git-lfs"])
+def test_files_that_only_another_program_reads_are_named(tmp_path: Path, begins: bytes) -> None:
+    (tmp_path / "rows").write_bytes(begins + b" and more")
+    with pytest.raises(OtherFormat, match="to convert it: "):
+        list(dataset_rows(tmp_path / "rows", "tasks.dataset"))
+
+
+def test_rows_count_and_not_the_name(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(LINES)
+    assert len(list(dataset_rows(tmp_path / "rows.csv", "tasks.dataset"))) == 2
