@@ -62,6 +62,8 @@ done
 [ -n "$python" ] || fail "no Python 3.11 to 3.13 found (python3 is $(python3 -V 2>&1)); set PYTHON=/path/to/python3.11"
 fits "$python" || fail "$python is $("$python" -V 2>&1); expected Python 3.11 to 3.13"
 "$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$python has no venv module; on Debian and Ubuntu: apt install python3-venv"
+[ "$kind" != cpu ] || "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null \
+  || fail "libnuma.so.1 was not found, without which vLLM loads no kernels of the CPU; on Debian and Ubuntu: apt install libnuma1"
 [ "$(uname -s)" = Linux ] || fail "Linux is needed (found $(uname -s)); on other systems use a container"
 mkdir -p "$venv"
 if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -c "import ${modules%% *}" 2>/dev/null; then

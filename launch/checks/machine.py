@@ -45,6 +45,7 @@ NEEDED = {
 NEEDS_CUDA = {"transformer-engine-torch"}
 SHARED = ("torch", "nccl", "slipstream")  # learner and nodes must have the same version of them
 BREAKS_CPU = ("torchvision", "torchaudio", "torchcodec")  # builds that do not fit torch's CPU build
+NUMA_LIBRARY = "libnuma.so.1"  # vLLM's CPU kernels are linked with it
 ROLE_BYTES = GIB  # a process that has imported torch and vLLM or Megatron, before any model
 SHM_OF_RANKS = 64 * MIB  # buffers between processes of one machine (NCCL, gloo)
 SHM_OF_ENGINE = 256 * MIB  # vLLM's ring buffer between the workers of one engine
@@ -68,6 +69,7 @@ class Machine:
     gpus: tuple[str, ...] = ()  # names of the CUDA devices
     driver: str = ""  # version of theirs
     clock_synchronised: bool | None = None  # None when the kernel does not say
+    numa: bool = True  # the system has NUMA_LIBRARY
 
 
 def look() -> Machine:
@@ -92,7 +94,16 @@ def look() -> Machine:
         driver=driver(),
         now_s=time.time(),
         clock_synchronised=_clock_synchronised(),
+        numa=_has_numa(),
     )
+
+
+def _has_numa() -> bool:
+    try:
+        ctypes.CDLL(NUMA_LIBRARY)
+    except OSError:
+        return False
+    return True
 
 
 def _clock_synchronised() -> bool | None:
@@ -160,6 +171,10 @@ def check_packages(machine: Machine, role: str, pins: Mapping[str, str]) -> Iter
         why = "their builds do not fit torch's CPU build: `import transformers` dies with an operator that is missing"
         fix = f"pip uninstall {' '.join(broken)}"
         yield problem("packages", "breaks_cpu", f"installed: {', '.join(broken)}", why=why, fix=fix)
+    if role == "cpu" and not machine.numa:
+        why = "vLLM only warns that it loads no kernels, and then the engine does not start"
+        fix = "on Debian and Ubuntu: apt install libnuma1"
+        yield problem("packages", "no_numa", f"{NUMA_LIBRARY} is not installed", why=why, fix=fix)
 
 
 def check_bridge(machine: Machine) -> Iterator[Finding]:

@@ -177,6 +177,13 @@ def test_the_extra_learner_without_the_bridge_is_named_with_the_command_that_ins
     assert list(checks.check_bridge(GOOD)) == list(checks.check_bridge(machine(packages={}))) == []
 
 
+def test_the_library_that_the_engines_kernels_of_the_cpu_need_is_named_with_its_package() -> None:
+    bare = machine(numa=False)
+    assert "libnuma1" in only(checks.check_packages(bare, "cpu", {})).fix
+    assert found(checks.check_packages(bare, "base", {})) == []
+    assert checks.look().numa, "launch/setup.sh refuses to make the CPU environment without"
+
+
 SMALL, DRIFTING = machine(shm_bytes=64 << 20), machine(clock_synchronised=False)
 NOWHERE = "127.0.0.1:9"  # discard, which no machine serves any more
 ELSEWHERE = "tcp://10.0.0.1:5555"

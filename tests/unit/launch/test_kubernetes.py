@@ -269,12 +269,34 @@ def test_the_image_copies_what_exists_is_pinned_and_runs_slipstream_without_root
     assert (ROOT / Path(script).relative_to(last["WORKDIR"])).is_file()
 
 
-def test_the_builder_gets_what_the_image_copies_and_no_keys() -> None:
+def sent(path: str) -> bool:
+    """Whether .dockerignore lets a file through: by its last rule for the file or a folder above it."""
+    kept = True
+    for rule in (line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")):
+        pattern = re.escape(rule.removeprefix("!")).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*")
+        if re.fullmatch(f"{pattern}(/.*)?", path):
+            kept = rule.startswith("!")
+    return kept
+
+
+def test_the_builder_gets_every_file_of_what_the_image_copies_and_no_others() -> None:
     lines = re.findall(r"^COPY (.*) \S+$", DOCKERFILE.read_text(), re.MULTILINE)
     copied = {word for line in lines for word in line.split()}
-    ignored, *rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
-    assert ignored == "*" and {rule[1:] for rule in rules if rule.startswith("!")} == copied
-    assert "**/keys" in rules
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    wanted = {file for file in tracked if file.partition("/")[0] in copied}
+    assert {"launch/keys.py", "broker/journal/fence.lua", "launch/follow.sh"} <= wanted
+    assert {file for file in tracked if sent(file)} == wanted
+    for other in (".venv/bin/python", ".git/config", "runs/a/run.json", "launch/__pycache__/cli.cpython-311.pyc"):
+        assert not sent(other)
+    assert not sent("launch/cluster/kubernetes/my-job/keys/nodes/fleet.json")
+
+
+def test_the_image_has_every_package_of_the_distribution_that_setup_asks_for() -> None:
+    installs = re.sub(r"\\\n", " ", DOCKERFILE.read_text())
+    (installed,) = re.findall(r"apt-get install -y --no-install-recommends ([^&]*)&&", installs)
+    asked = re.findall(r"on Debian and Ubuntu: apt install (\S+)\"", (ROOT / "launch" / "setup.sh").read_text())
+    assert {"python3-venv", "libnuma1"} == {*asked} <= {*installed.split()}
+    assert "tini" in installed.split(), "the entry point, and a learner's command"
 
 
 def test_compose_runs_a_whole_job_in_the_image_that_fits_the_machine() -> None:
@@ -287,7 +309,9 @@ def test_compose_runs_a_whole_job_in_the_image_that_fits_the_machine() -> None:
         assert f"base-{role}" in DOCKERFILE.read_text() and service["image"] == f"slipstream-{role}"
         up = parse(service["command"])
         assert (up.command, up.config, up.web) == ("up", "/job/config.yaml", True)
-        assert [bind.rpartition(":")[2] for bind in service["volumes"]] == ["/job", "/models"]
+        job, models = service["volumes"]
+        assert (job["target"], models.rpartition(":")[2]) == ("/job", "/models")
+        assert job["bind"] == {"create_host_path": False}, "else a mistyped JOB becomes an empty folder of root"
         assert ("deploy" in service) == (name == "gpu")
     assert set(document["services"]) == {"gpu", "cpu"}
 
