@@ -4,6 +4,7 @@ import errno
 import importlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,7 +81,15 @@ def lines_of(data: bytes, kind: type[T]) -> Iterator[T]:
 
 def dataset_files(path: Path) -> list[Path]:
     """The files of a dataset: `path`, or those that its last part, a pattern, matches, sorted by name."""
-    return [path] if "*" not in path.name else sorted(path.parent.glob(path.name))
+    return [path] if "*" not in path.name else sorted(path.parent.glob(re.sub(r"\*+", "*", path.name)))
+
+
+def dataset_exists(path: Path) -> bool:
+    """Whether there are files of a dataset. True where nobody may look: `dataset_rows` has the reason."""
+    try:
+        return any(map(Path.is_file, dataset_files(path)))
+    except PermissionError:
+        return True
 
 
 def dataset_rows(path: Path, key: str) -> Iterator[tuple[str, bytes]]:

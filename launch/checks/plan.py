@@ -82,7 +82,7 @@ def page(review: Review) -> RenderableType:
         parts.append(Text("All checks passed that need no weights, data or GPU.", "green"))
     parts += _numbered("Before launch", review.before_launch, "yellow")
     if review.plan is None:
-        parts.append(Text("No plan: the layout does not fit the model.", "red"))
+        parts.append(Text("No plan: layout or sizes do not fit.", "red"))
         return Group(*parts)
     config, plan = review.config, review.plan
     bodies = {

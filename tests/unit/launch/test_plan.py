@@ -232,6 +232,24 @@ def test_what_no_machine_of_eight_gpus_can_start_is_refused(here: Path, word: st
         assert make_review("configs/deepseek-v3.yaml", [word], gpus_per_node=gpus).refused == []
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["learner.world_size=9007199254740992"],
+        ["learner.lora={rank: 9007199254740992}"],
+        ["learner.groups_per_step=9007199254740992"],
+        ["rollout.group_size=9007199254740992"],
+        ["rollout.nodes=9007199254740992"],
+        ["learner.machines=2", "learner.world_size=2", "broker.address=nowhere"],
+        ["broker.address=[]"],
+    ],
+)
+def test_what_a_check_refuses_stops_no_plan_with_a_traceback(here: Path, words: list[str]) -> None:
+    review = make_review("configs/qwen3-0.6b-1gpu.yaml", words)
+    assert words[-1].partition("=")[0] in str(review.refused[0].key)
+    assert as_json(review)["ok"] is False and text_of(page(review), WIDTH)
+
+
 def test_all_failing_checks_are_listed_and_the_exit_code_is_2(here: Path, capsys) -> None:
     words = ["tasks.environment=gsm9k", "broker.lease_s=1", "rollout.group_size=1", "learner.parallel.pipeline=4"]
     words += ["learner.parallel.virtual_pipeline=3"]
