@@ -85,7 +85,7 @@ def dataset_files(path: Path) -> list[Path]:
 
 
 def dataset_exists(path: Path) -> bool:
-    """Whether there are files of a dataset. True where nobody may look: `dataset_rows` has the reason."""
+    """Whether there are files of a dataset. True where this user may not look: `dataset_rows` says why."""
     try:
         return any(map(Path.is_file, dataset_files(path)))
     except PermissionError:

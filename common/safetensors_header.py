@@ -9,7 +9,7 @@ import msgspec
 
 
 class Tensor(TypedDict):
-    """What a header says of one tensor."""
+    """The entry of one tensor in a header."""
 
     dtype: str
     shape: list[int]

@@ -267,7 +267,7 @@ def _rewritten(
 
 
 def _source(key: str, file: str, overridden: set[str]) -> str:
-    """What the value of a key is from."""
+    """The file, or OVERRIDE for a value that an override gave."""
     return OVERRIDE if any(key == o or key.startswith((f"{o}.", f"{o}[")) for o in overridden) else file
 
 

@@ -44,6 +44,8 @@ def command(args: argparse.Namespace) -> int:
     link_gbit: float = args.link
     if not 0 < link_gbit < math.inf:
         raise UsageError(f"--link: expected the Gb/s of a machine's link, a number above 0, found {link_gbit:g}")
+    if args.gpus_per_node < 1:
+        raise UsageError(f"--gpus-per-node: expected the GPUs of a machine, at least 1, found {args.gpus_per_node}")
     review = make_review(args.config, args.overrides, args.gpus_per_node, link_gbit)
     if args.json:
         print(msgspec.json.encode(as_json(review)).decode())

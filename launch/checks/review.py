@@ -421,7 +421,7 @@ def _not_yet(config: BaseConfig, gpus_per_node: int) -> Iterator[Finding]:
     """Parts that this version cannot launch by itself."""
     if config.learner.machines > 1:
         hosts: list[str] = []
-        with suppress(ValueError):  # what is no address is among the problems
+        with suppress(ValueError):  # a wrong address is among the problems
             hosts = [split_address(address)[0] for address in config.broker.addresses]
         if any(map(is_loopback, hosts)):
             machines = f"the {config.learner.machines} machines of the learner do not reach a loopback address"

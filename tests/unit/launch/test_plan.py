@@ -310,6 +310,12 @@ def test_a_link_that_carries_nothing_is_refused(here: Path, link: str) -> None:
         ask(link)
 
 
+@pytest.mark.parametrize("gpus", ["0", "-8"])
+def test_machines_without_gpus_are_refused(here: Path, capsys, gpus: str) -> None:
+    said = refusal(capsys, "plan", "configs/qwen3-0.6b-1gpu.yaml", "--gpus-per-node", gpus)
+    assert f"--gpus-per-node: expected the GPUs of a machine, at least 1, found {gpus}" in said
+
+
 def test_missing_files_are_brought_before_launch_but_a_bad_dataset_fails(here: Path) -> None:
     (here / "data" / "gsm8k").mkdir(parents=True)
     (here / "data" / "gsm8k" / "train.jsonl").write_text("not json\n")
