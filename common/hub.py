@@ -19,6 +19,7 @@ SCHEME = "hf://"
 MODEL_KEYS = ("model.path", "learner.loss.reference", "learner.critic.path")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")  # no code and no pickle; weights come last
+MOST_SHOWN = 100  # characters of a path that is refused
 LEFT_OUT = ["*/*", "consolidated*"]  # second copies of the weights
 
 _REPO = r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@/]+))?"
@@ -36,15 +37,20 @@ _CAUSES = {  # by the name of the error
 def absolute(key: str, value: str) -> str:
     """An absolute path, or 'hf://...' for a name of the hub. An existing path wins over a name of the hub.
 
-    Raises UsageError when 'hf://...' is no name of a model or of a dataset's files.
+    Raises UsageError when 'hf://...' is no name of a model or of a dataset's files, and when no file can have the path.
     """
-    path = Path(value).expanduser()
     if value.startswith(SCHEME):
         _parse(key, value)
         return value
-    if key in MODEL_KEYS and _MODEL.fullmatch(value) and not path.exists():
-        return SCHEME + value
-    return str(path.resolve())
+    try:
+        path = Path(value).expanduser()
+        with suppress(PermissionError):  # another role may be allowed to look there
+            if not path.exists() and key in MODEL_KEYS and _MODEL.fullmatch(value):
+                return SCHEME + value
+        return str(path.resolve())
+    except (OSError, RuntimeError, ValueError) as error:  # too long; a loop or an unknown user; a null byte
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{key}: expected a path, found {value[:MOST_SHOWN]!r}: {reason}") from None
 
 
 def local_copy(key: str, value: str, only_config: bool = False) -> str:

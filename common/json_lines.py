@@ -108,7 +108,15 @@ def lines_of(data: bytes, kind: type[T]) -> Iterator[T]:
 
 def dataset_files(path: Path) -> list[Path]:
     """The files of a dataset: `path`, or those that its last part, a pattern, matches, sorted by name."""
-    return [path] if "*" not in path.name else sorted(path.parent.glob(path.name))
+    return [path] if "*" not in path.name else sorted(path.parent.glob(re.sub(r"\*+", "*", path.name)))
+
+
+def dataset_exists(path: Path) -> bool:
+    """Whether there are files of a dataset. True where this user may not look: `dataset_rows` says why."""
+    try:
+        return any(map(Path.is_file, dataset_files(path)))
+    except PermissionError:
+        return True
 
 
 def dataset_rows(path: Path, key: str) -> Iterator[tuple[str, bytes]]:

@@ -5,6 +5,7 @@ Exit code 3 is a failure that a restart of the same role would meet again.
 """
 
 import argparse
+import errno
 import importlib
 import os
 import re
@@ -80,8 +81,19 @@ GROUPS = {  # by the order of --help
     "check": "plan doctor certify selftest preflight",
     "launch": "broker learner rollout scorer slurm scale keys",
 }
+BAD_PATHS = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR)  # a person named them
+MOST_SHOWN = 100  # characters of such a path
 RUN = "a run's folder, or the config file that names it"
 EITHER = "a run's folder, or a config file"
+
+
+def duration(word: str) -> float:
+    """The type of an option: at least 0 and at most a billion, which excludes nan."""
+    if not 0 <= float(word) <= 1e9:
+        raise ValueError(word)
+    return float(word)
+
+
 SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
     "CONFIG": {"dest": "config", "metavar": "CONFIG", "help": "YAML file"},
     "[CONFIG]": {"dest": "config", "metavar": "CONFIG", "nargs": "?", "help": "YAML file"},
@@ -94,7 +106,7 @@ SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
     "key=value": {"dest": "overrides", "metavar": "key=value", "nargs": "*", "default": (), "help": "override one key"},
     "--credentials": {"metavar": "PATH", "help": "key folder or credential file (broker.credentials)"},
     "--join": {"metavar": "ADDRESS", "help": "a running job's broker: tcp://HOST:PORT, or several with commas"},
-    "--join-timeout-s": {"metavar": "S", "type": float, "default": 30.0, "help": "seconds to wait for the broker (30)"},
+    "--join-timeout-s": {"metavar": "S", "type": duration, "default": 30.0, "help": "wait so long for the broker (30)"},
     "--json": {"action": "store_true", "help": "machine-readable"},
     "--plain": {"action": "store_true", "help": "one line now and then instead of the live view"},
 }
@@ -128,6 +140,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `slipstream ledger RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED if args.command == "certify" else 0  # 0 would say that the rest was proven
+    except OSError as error:
+        of_role = module == "up.roles"  # its log has the traceback
+        if of_role or error.filename is None or error.errno not in BAD_PATHS:
+            raise
+        return refuse(args.command, f"{str(error.filename)[:MOST_SHOWN]}: {error.strerror}", EXIT_USAGE)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if args.command not in EXTRAS or package not in BROUGHT.split():
@@ -163,6 +180,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; overrides may stand before and after options. Exits with code 2 on bad usage."""
     words = sys.argv[1:] if argv is None else [*argv]
     parser = build_parser()
+    for word in words:
+        if re.search("[\\ud800-\\udfff]", word):  # as Python has bytes that are no UTF-8
+            parser.error(f"expected words of UTF-8, found {word!r}")
     if words and words[0] not in COMMANDS and not words[0].startswith("-"):
         parser.error(f"unknown command '{words[0]}'; {meant(words[0], COMMANDS, '`slipstream --help` lists them')}")
     args, rest = parser.parse_known_args(words)
@@ -256,7 +276,7 @@ def _add_job_arguments(made: Mapping[str, argparse.ArgumentParser]) -> None:
     preflight.add_argument("--role", choices=roles, default="learner", help="what runs on this machine (learner)")
     selftest.add_argument("--only", action="append", metavar="ITEM", help="this item; repeatable")
     text = "end after M (10); a CPU gets ten times that"
-    selftest.add_argument("--minutes", type=float, default=10.0, metavar="M", help=text)
+    selftest.add_argument("--minutes", type=duration, default=10.0, metavar="M", help=text)
     made["eval"].add_argument("--model", metavar="DIR", help="Hugging Face folder (default: RUN/model)")
 
 
@@ -299,7 +319,7 @@ def _add_observing_arguments(made: Mapping[str, argparse.ArgumentParser]) -> Non
     text = "background of the policy's tokens (version)"
     transcripts.add_argument("--color", choices=("version", "ratio"), default="version", help=text)
     made["stop"].add_argument(
-        "--timeout-s", type=float, default=600.0, metavar="S", help="how long to wait for them (600)"
+        "--timeout-s", type=duration, default=600.0, metavar="S", help="how long to wait for them (600)"
     )
     made["sinks"].add_argument("--sink", action="append", metavar="NAME", help="instead of telemetry.sinks; repeatable")
     text = "folder for them (default: RUN/report; of several runs ./report)"

@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 def command(args: argparse.Namespace) -> int:
     """Write DIR from MODEL, a folder or a name of the hub; exit code 2 when one of them cannot be used."""
-    target = Path(args.dir).expanduser().resolve()
+    target = Path(absolute("DIR", args.dir))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} exists and is not empty; name a new folder")
     source = Path(local_copy("model.path", absolute("model.path", args.model)))

@@ -13,6 +13,7 @@ from pathlib import Path
 import zmq
 
 from common.errors import UsageError
+from common.hub import absolute
 from common.process.files import pretty_json
 from common.process.run_dir import write_atomic
 from common.security import credentials
@@ -25,7 +26,7 @@ DEFAULT_NODE = "node-0"
 def command(args: argparse.Namespace) -> int:
     if not zmq.has("curve"):
         raise UsageError("this ZeroMQ was built without CURVE; install the pyzmq wheel of PyPI")
-    folder = KeyFolder(Path(args.dir).expanduser().resolve())
+    folder = KeyFolder(Path(absolute("DIR", args.dir)))
     if args.revoke:
         for name in args.revoke:
             revoke(folder, name)

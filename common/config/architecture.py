@@ -9,6 +9,8 @@ from typing import cast
 import msgspec
 
 Document = Mapping[str, object]
+MOST_SIZE = 1 << 24  # of a width, a vocabulary or a context; the largest known ones have ten million
+MOST_COUNTED = 1 << 12  # layers, heads or experts, which are counted one by one
 
 
 class Attention(msgspec.Struct, frozen=True):
@@ -111,18 +113,18 @@ def read_architecture(config: Document) -> Architecture:
     """The shape that a config.json describes; raises UnknownArchitecture."""
     kind = str(config.get("model_type"))
     if kind not in READERS:
-        named = cast("list[object]", config.get("architectures") or [])
-        kind = KIND_OF.get(str(named[0]), kind) if named else kind
+        named = config.get("architectures")
+        kind = KIND_OF.get(str(cast("list[object]", named)[0]), kind) if named and isinstance(named, list) else kind
     if kind not in READERS:
         raise UnknownArchitecture(f"model_type {kind!r}; the planner counts {', '.join(READERS)}")
     traits = READERS[kind]
-    layers = _number(config, "num_hidden_layers")
-    first = _number(config, "first_k_dense_replace", 0)
-    every = _number(config, "decoder_sparse_step", 1, least=1)
+    layers = _number(config, "num_hidden_layers", most=MOST_COUNTED)
+    first = _number(config, "first_k_dense_replace", 0, least=0)
+    every = _number(config, "decoder_sparse_step", 1)
     only: object = config.get("mlp_only_layers") or []
-    if not isinstance(only, list):
-        raise UnknownArchitecture(f"mlp_only_layers is {only!r}, expected a list")
-    dense = {*range(first), *cast("list[int]", only)}
+    if not isinstance(only, list) or not all(isinstance(n, int) for n in cast("list[object]", only)):
+        raise UnknownArchitecture(f"mlp_only_layers is {only!r}, expected a list of whole numbers")
+    dense = {*range(min(first, layers)), *cast("list[int]", only)}
     has_experts = traits.experts is not None
     return Architecture(
         kind=kind,
@@ -140,7 +142,7 @@ def read_architecture(config: Document) -> Architecture:
 
 
 def _attention(config: Document, traits: _Traits) -> Attention | LatentAttention:
-    heads = _number(config, "num_attention_heads", least=1)
+    heads = _number(config, "num_attention_heads", most=MOST_COUNTED)
     if traits.latent:
         return LatentAttention(
             heads=heads,
@@ -153,7 +155,7 @@ def _attention(config: Document, traits: _Traits) -> Attention | LatentAttention
     bias = _flag(config, "attention_bias")
     return Attention(
         heads=heads,
-        kv_heads=_number(config, "num_key_value_heads", heads, least=1),
+        kv_heads=_number(config, "num_key_value_heads", heads, most=heads),
         head_dim=_number(config, "head_dim", _number(config, "hidden_size") // heads),
         qk_norm=traits.qk_norm or _flag(config, "use_qk_norm"),
         qkv_bias=traits.qkv_bias or bias,
@@ -165,22 +167,23 @@ def _experts(config: Document, traits: _Traits) -> Experts | None:
     """Routed and shared experts; transformers 5 may say num_local_experts in place of the model's own key."""
     if traits.experts is None:
         return None
-    count, size = traits.experts
+    own, size = traits.experts
     ffn = _number(config, size)
+    count = _number(config, own if own in config else "num_local_experts", most=MOST_COUNTED)
     return Experts(
-        count=_number(config, count if count in config else "num_local_experts"),
-        per_token=_number(config, "num_experts_per_tok"),
+        count=count,
+        per_token=_number(config, "num_experts_per_tok", most=count),
         ffn=ffn,
-        shared_ffn=ffn * _number(config, "n_shared_experts", 0),
+        shared_ffn=ffn * _number(config, "n_shared_experts", 0, least=0, most=MOST_COUNTED),
         selection_bias=traits.selection_bias,
-        mixtral_names=count == "num_local_experts",
+        mixtral_names=own == "num_local_experts",
     )
 
 
-def _number(config: Document, name: str, default: int | None = None, least: int = 0) -> int:
+def _number(config: Document, name: str, default: int | None = None, least: int = 1, most: int = MOST_SIZE) -> int:
     value = default if config.get(name) is None else config[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UnknownArchitecture(f"{name} is {value!r}, expected a whole number of at least {least}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise UnknownArchitecture(f"{name} is {value!r}, expected a whole number from {least} to {most}")
     return value
 
 

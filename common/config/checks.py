@@ -36,7 +36,7 @@ from common.config.tasks import kept_rows
 from common.errors import Problem, UsageError, meant, nearest
 from common.evaluation import dataset_names, pass_ks
 from common.hub import SCHEME, TOKENIZER_FILES, absolute, local_copy
-from common.json_lines import FIRST_ROWS, OtherFormat, dataset_files, dataset_rows
+from common.json_lines import FIRST_ROWS, OtherFormat, dataset_exists, dataset_rows
 from common.metrics import SOURCE_FIGURES, EvaluationMetrics, numbers
 
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
@@ -60,6 +60,7 @@ PATHS = (
     "learner.loss.reference", "learner.critic.path", "learner.checkpoint.dir", "broker.credentials",
     "scorers.*.tokenizer",
 )  # fmt: skip
+MOST_COUNTED = 1 << 17  # ranks, nodes and samples of a step, which programs list one by one
 C = TypeVar("C", bound=BaseConfig)
 
 
@@ -129,6 +130,7 @@ def problems(config: BaseConfig, reader: Reader = "all") -> Iterator[Problem]:
 
 def _problems(config: BaseConfig, read: set[str]) -> Iterator[Problem]:
     moe = config.learner.moe
+    yield from size_problems(config)
     yield from world_problems(config.learner.world_size, config.learner.parallel)
     yield from attention_problems(config.model.dtype, config.learner.parallel)
     yield from passthrough_problems(config)
@@ -159,6 +161,22 @@ def _problems(config: BaseConfig, read: set[str]) -> Iterator[Problem]:
         hint = "no engine has routed these tokens before"
         yield Problem("learner.moe.replay_routing", "false in a warm start", hint=hint)
     yield from address_problems(config.broker)
+
+
+def size_problems(config: BaseConfig) -> Iterator[Problem]:
+    """Sizes that no job has, and that no plan could be counted for."""
+    rows = config.learner.rows_per_step
+    sizes = {"learner.world_size": config.learner.world_size, f"learner.{config.learner.step_key}": rows}
+    if config.learner.lora is not None:
+        sizes["learner.lora.rank"] = config.learner.lora.rank
+    if config.rl is not None:
+        sizes["rollout.nodes"] = config.rl.rollout.nodes
+    for key, size in sizes.items():
+        if size > MOST_COUNTED:
+            yield Problem(key, f"at most {MOST_COUNTED}")
+    if config.rl is not None and rows <= MOST_COUNTED < rows * config.rl.rollout.group_size:
+        expected = f"at most {MOST_COUNTED // rows}, since a step has {rows} groups"
+        yield Problem("rollout.group_size", expected)
 
 
 def _job_problems(config: Config, read: set[str], model: Architecture | None) -> Iterator[Problem]:
@@ -235,11 +253,11 @@ def model_folder_problems(path: str) -> Generator[Problem, None, Architecture | 
     expected = "a Hugging Face model folder"
     if path.startswith(SCHEME):
         return None
-    if not folder.is_dir():
-        found = f"{path}, which is a file" if folder.is_file() else f"{path}, which does not exist"
-        yield Problem(key, expected, found, MODEL_HINT)
-        return None
     try:
+        if not folder.is_dir():
+            found = f"{path}, which is a file" if folder.is_file() else f"{path}, which does not exist"
+            yield Problem(key, expected, found, MODEL_HINT)
+            return None
         document = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, object])
     except (OSError, ValueError) as error:
         yield Problem(key, f"{expected} with a readable config.json", f"{path}: {error}")
@@ -305,7 +323,7 @@ def _dataset(key: str, path: str) -> Iterator[Problem]:
     file = Path(path)
     if path.startswith(SCHEME):
         return
-    if not any(map(Path.is_file, dataset_files(file))):
+    if not dataset_exists(file):
         found = f"{path}, which does not exist"
         yield Problem(key, "a JSONL or parquet file", found, DATASET_HINT, kind="missing")
         return
@@ -341,8 +359,7 @@ def _sources(config: Config, read: set[str]) -> Iterator[Problem]:
         config, "sources/", source_metrics(config), expected=expected, page="docs/mixtures.md lists them"
     )
     for at, part in config.tasks.parts.items():
-        there = "tasks.dataset" in read and any(map(Path.is_file, dataset_files(Path(part.dataset))))
-        if part.filters and there:
+        if part.filters and "tasks.dataset" in read and dataset_exists(Path(part.dataset)):
             try:
                 kept_rows(part, "its rows")
             except UsageError as error:

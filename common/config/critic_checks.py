@@ -1,8 +1,10 @@
 """Checks of `learner.critic`: whether it fits the estimator, the model and the other keys."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
+
+import msgspec
 
 from common.config.architecture import Architecture
 from common.config.critic import BY_LENGTH
@@ -49,10 +51,12 @@ def critic_problems(config: Config, model: Architecture | None) -> Iterator[Prob
 
 def is_critic(folder: Path) -> bool:
     """Whether a folder has a value model, as a job writes it into RUN/critic. Raises OSError and ValueError."""
-    named = json.loads((folder / "config.json").read_bytes()).get("architectures") or [""]
-    return str(named[0]).endswith(CRITIC_SUFFIX)
+    document = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, object])
+    named = document.get("architectures")
+    first = next(iter(cast("list[object]", named)), "") if isinstance(named, list) else ""
+    return str(first).endswith(CRITIC_SUFFIX)
 
 
 def labels_of(folder: Path) -> int:
     """Rows of the head in a critic's safetensors files; 0 where no file has one. Raises OSError and ValueError."""
-    return next((int(told[SCORE]["shape"][0]) for _, _, told in headers(folder) if SCORE in told), 0)
+    return next((sum(told[SCORE]["shape"][:1]) for _, _, told in headers(folder) if SCORE in told), 0)

@@ -216,7 +216,7 @@ def _type_of(key: str, schema: type[msgspec.Struct]) -> Any:
         if (section := section_in(kind)) is not None:
             fields = {field.name: field.type for field in msgspec.structs.fields(section)}
             if part not in fields:
-                raise _unknown_key(OVERRIDE, ".".join([*done, part]), section, schema)
+                raise _unknown_key(OVERRIDE, ".".join(done), part, section, schema)
             kind = fields[part]
         elif (mapping := _mapping_in(kind)) is not None:
             kind = get_args(mapping)[1]
@@ -238,12 +238,17 @@ def _rewritten(
         mapping, _, below = key.partition("[...]")
         entry_type = get_args(_mapping_in(_type_of(mapping, schema)))[1]
         entries = cast("Document", _value_at(document, mapping))
-        key = _join(mapping, next(name for name, entry in entries.items() if not _converts(entry, entry_type))) + below
+        name, why = next((name, why) for name, entry in entries.items() if (why := _refused(entry, entry_type)))
+        if set(name) & set(".[]"):  # no key path can lead into it
+            source, expected = _source(mapping, file, overridden), f"a mapping to {describe_type(entry_type)}"
+            return ConfigError(source, mapping, expected, f"{name!r}, whose value: {why}")
+        key = _join(mapping, name) + below
     section = section_in(_type_of(key, schema))
+    at = key
     key = _join(key, field[2]) if field else key
-    source = OVERRIDE if any(key == o or key.startswith((f"{o}.", f"{o}[")) for o in overridden) else file
+    source = _source(key, file, overridden)
     if field and field[1]:
-        return _unknown_key(source, key, section, schema)
+        return _unknown_key(source, at, field[2], section, schema)
     kind = _type_of(key, schema)
     if field:
         return ConfigError(file, key, describe_type(kind), "nothing", "this key is required")
@@ -261,8 +266,14 @@ def _rewritten(
     return ConfigError(source, key, describe_type(kind), describe_value(value), hint)
 
 
-def _unknown_key(file: str, key: str, section: Any, schema: type[msgspec.Struct]) -> ConfigError:
-    name = key.rpartition(".")[2]
+def _source(key: str, file: str, overridden: set[str]) -> str:
+    """The file, or OVERRIDE for a value that an override gave."""
+    return OVERRIDE if any(key == o or key.startswith((f"{o}.", f"{o}[")) for o in overridden) else file
+
+
+def _unknown_key(file: str, at: str, name: str, section: Any, schema: type[msgspec.Struct]) -> ConfigError:
+    """The error about `name` in the section at the key path `at`."""
+    key = _join(at, name) or repr(name)
     known = [field.name for field in msgspec.structs.fields(section)]
     elsewhere = [path for path in key_paths(schema) if path.rpartition(".")[2] == name]
     if key in REPLACED:
@@ -276,12 +287,13 @@ def _value_at(document: Document, key: str) -> object:
     return reduce(operator.getitem, parts_of(key), cast("Any", document))
 
 
-def _converts(value: object, kind: Any) -> bool:
+def _refused(value: object, kind: Any) -> str:
+    """msgspec's reason why a value is not of the type; '' when it is."""
     try:
         msgspec.convert(value, kind)
-    except msgspec.ValidationError:
-        return False
-    return True
+    except msgspec.ValidationError as error:
+        return str(error)
+    return ""
 
 
 def _names(kind: schema_info.Type) -> list[str]:
@@ -364,8 +376,15 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> Document:
     return out
 
 
+def _text(loader: _Loader, node: yaml.ScalarNode) -> str:
+    text = loader.construct_scalar(node)
+    text.encode()  # "\\ud800" is half of a character: neither a file nor a message can have it
+    return text
+
+
 _FLOAT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+_Loader.add_constructor("tag:yaml.org,2002:str", _text)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -410,8 +429,9 @@ def parts_of(key: str) -> list[str | int]:
     """'watch[1].metric' as ['watch', 1, 'metric']."""
     out: list[str | int] = []
     for word in key.split(".") if key else ():
-        name, _, indices = word.removesuffix("]").partition("[")
-        out += [name, *map(int, indices.split("][") if indices else ())]
+        indices = re.search(r"(\[\d+\])*$", word)
+        name = word[: indices.start()] if indices else word
+        out += [name, *map(int, re.findall(r"\d+", word[len(name) :]))]
     return out
 
 

@@ -152,6 +152,8 @@ def weights_address_problems(config: Config) -> Iterator[Problem]:
 def address_problems(broker: BrokerAddress) -> Iterator[Problem]:
     """Every entry of broker.address, and whether connections to it are authenticated; the credentials."""
     addresses = broker.addresses
+    if not addresses:
+        yield Problem("broker.address", "at least one address tcp://HOST:PORT", "an empty list")
     for address in addresses:
         try:
             host, port = split_address(address)

@@ -18,7 +18,7 @@ def architecture_problems(value: Callable[[str], object]) -> Iterator[Problem]:
     """Why Megatron cannot be trusted with a model; `value` looks a name of its config.json up, None: not there."""
     named = value("architectures")
     first = cast("Sequence[object]", named)[0] if isinstance(named, list | tuple) and named else None
-    if first is not None and first not in KIND_OF:
+    if first is not None and str(first) not in KIND_OF:
         hint = "docs/models.md says why"
         yield Problem("model.path", f"one of {', '.join(KIND_OF)}", f"{first} in config.json", hint)
     if value("quantization_config"):

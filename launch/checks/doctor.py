@@ -46,7 +46,7 @@ def check_run(run: RunDir, config: BaseConfig) -> tuple[list[Finding], bool]:
     except UsageError as error:
         why = "a run continues with the config that it began with"
         found.append(problem("run", "other_config", str(error), why=why, fix="another folder, or remove it"))
-    if not run.path.is_dir():
+    if not os.path.isdir(run.path):
         return found or [fine("run", f"{run.path} does not exist yet")], False
     seen = None
     with suppress(SlipstreamError):

@@ -21,7 +21,7 @@ from common.config.loss import plugins
 from common.config.network_checks import split_address
 from common.config.schema import BaseConfig, Config
 from common.errors import ConfigError, SlipstreamError, UsageError
-from common.json_lines import dataset_files, dataset_rows, first_row
+from common.json_lines import dataset_exists, dataset_rows, first_row
 from common.process.files import sync
 from common.security.credentials import KeyFolder
 from launch.checks.findings import Finding, few, fine, problem, refusal, warning
@@ -142,7 +142,7 @@ def broken_weights(file: Path) -> str:
 
 def check_dataset(key: str, file: Path, config: BaseConfig, share: float = 1.0) -> Iterator[Finding]:
     """Every line is a JSON object, and a step finds enough of them for its `share` from here."""
-    if not any(map(Path.is_file, dataset_files(file))):
+    if not dataset_exists(file):
         return  # a name of the hub
     rows = read = 0
     try:
@@ -230,7 +230,7 @@ def check_permissions(path: Path) -> Iterator[Finding]:
 
 def check_disk(run_dir: Path, config: BaseConfig, plan: Plan | None) -> Iterator[Finding]:
     """Room, and whether a sync reaches the disk and a lock keeps a second broker out."""
-    folder = next((path for path in (run_dir, *run_dir.parents) if path.is_dir()), Path("/"))
+    folder = next((path for path in (run_dir, *run_dir.parents) if os.path.isdir(path)), Path("/"))
     if not os.access(folder, os.W_OK | os.X_OK):
         fix = "run.dir=FOLDER elsewhere, or chown it"
         yield problem("disk", "unwritable", f"{folder} cannot be written", why="every role writes there", fix=fix)
@@ -343,6 +343,8 @@ def bind_error(host: str, port: int) -> str:
             probe.bind((host, port))
     except OSError as error:
         return error.strerror or str(error)
+    except (TypeError, ValueError) as error:  # a null byte, or a name that is too long
+        return str(error)
     return ""
 
 

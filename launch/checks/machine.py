@@ -264,12 +264,12 @@ def check_cores(machine: Machine, config: BaseConfig | None) -> Finding:
     if config is None or machine.gpus:
         return fine("cores", str(machine.cores))
     learner = config.learner.world_size * config.learner.threads
-    nodes = [config.rl.rollout.threads] * config.rollout_nodes if config.rl else []
-    wanted = learner + sum(nodes)
-    if nodes and plan_cores(list(range(machine.cores)), learner, nodes)[0] is not None:
-        return fine("cores", f"{machine.cores}: `up` pins learner ({learner}) and engines ({sum(nodes)}) to their own")
+    engines = config.rl.rollout.threads * config.rollout_nodes if config.rl else 0
+    wanted = learner + engines
+    if engines and plan_cores(list(range(machine.cores)), learner, [engines])[0] is not None:
+        return fine("cores", f"{machine.cores}: `up` pins learner ({learner}) and engines ({engines}) to their own")
     free = " (not pinned on a machine of this size)" if machine.cores > SMALL_MACHINE_CORES else ""
-    what = f"{machine.cores} cores for {wanted} threads: {learner} of the learner, {sum(nodes)} of the engines{free}"
+    what = f"{machine.cores} cores for {wanted} threads: {learner} of the learner, {engines} of the engines{free}"
     if wanted <= machine.cores:
         return fine("cores", what)
     why = "roles that share cores wait for each other, and with OpenMP's barriers for much longer than their share"

@@ -44,6 +44,8 @@ def command(args: argparse.Namespace) -> int:
     link_gbit: float = args.link
     if not 0 < link_gbit < math.inf:
         raise UsageError(f"--link: expected the Gb/s of a machine's link, a number above 0, found {link_gbit:g}")
+    if args.gpus_per_node < 1:
+        raise UsageError(f"--gpus-per-node: expected the GPUs of a machine, at least 1, found {args.gpus_per_node}")
     review = make_review(args.config, args.overrides, args.gpus_per_node, link_gbit)
     if args.json:
         print(msgspec.json.encode(as_json(review)).decode())
@@ -82,7 +84,7 @@ def page(review: Review) -> RenderableType:
         parts.append(Text("All checks passed that need no weights or GPU.", "green"))
     parts += _numbered("Before launch", review.before_launch, "yellow")
     if review.plan is None:
-        parts.append(Text("No plan: the layout does not fit the model.", "red"))
+        parts.append(Text("No plan: layout or sizes do not fit.", "red"))
         return Group(*parts)
     config, plan = review.config, review.plan
     bodies = {

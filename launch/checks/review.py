@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -12,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from common.config.architecture import UnknownArchitecture, read_architecture
-from common.config.checks import problems, resolve_paths
+from common.config.checks import problems, resolve_paths, size_problems
 from common.config.group_size import most_kept_bytes
 from common.config.loading import load_either
 from common.config.loss import plugins as loss_plugins
@@ -301,7 +302,7 @@ class Review:
 
     file: str  # the config's name in messages
     config: BaseConfig
-    plan: Plan | None = None  # None when the layout does not fit the model, or `no_plan` says why
+    plan: Plan | None = None  # None when layout and sizes do not fit, or `no_plan` says why
     refused: list[Problem] = field(default_factory=list)  # even when every file is in its place
     missing: list[Problem] = field(default_factory=list)  # files that have to be brought along
     not_yet: list[Finding] = field(default_factory=list)  # parts that this version cannot launch by itself
@@ -394,14 +395,14 @@ def _try_prompts(made: Review, config: Config) -> None:
 
 
 def _add_plan(made: Review, folder: Path, gpus_per_node: int, link_gbit: float) -> None:
-    """The plan, what follows from it alone, and remarks; nothing where the layout does not fit the model.
+    """The plan, what follows from it alone, and remarks; nothing where layout and sizes do not fit.
 
     Raises UnknownArchitecture, and UsageError as `read_model`.
     """
     config = made.config
     parallel = made.config.learner.parallel
     model = read_architecture(read_model(folder))
-    if [*world_problems(config.learner.world_size, parallel), *model_problems(model, parallel)]:
+    if [*size_problems(config), *world_problems(config.learner.world_size, parallel), *model_problems(model, parallel)]:
         return
     plan = made.plan = make_plan(config, model, gpus_per_node, link_gbit)
     if not all(fits(plan.fullest.peak, size) for size in DEVICES.values()):
@@ -433,12 +434,15 @@ def machine_problems(config: BaseConfig, gpus_per_node: int) -> Iterator[Problem
 def _not_yet(config: BaseConfig, gpus_per_node: int) -> Iterator[Finding]:
     """Parts that this version cannot launch by itself."""
     if config.learner.machines > 1:
-        if any(is_loopback(split_address(address)[0]) for address in config.broker.addresses):
+        hosts: list[str] = []
+        with suppress(ValueError):  # a wrong address is among the problems
+            hosts = [split_address(address)[0] for address in config.broker.addresses]
+        if any(map(is_loopback, hosts)):
             machines = f"the {config.learner.machines} machines of the learner do not reach a loopback address"
             what = f"broker.address: {machines}; name one of the broker's machine, tcp://HOST:PORT"
             yield note("launch", "loopback_broker", what)
     elif config.rl is not None:
-        devices = sum(config.rl.device_shares.values())
+        devices = config.learner.world_size + config.rollout_nodes * config.rl.rollout.engine.devices
         if devices > gpus_per_node and is_loopback(config.rl.weights.address):
             why = f"{devices} devices of learner and rollout nodes are more than one machine of {gpus_per_node} has"
             needs = "broker.credentials, and weights.transport: relay or weights.network: trusted"

@@ -50,12 +50,12 @@ class Sweep(msgspec.Struct):
 
 def command(args: argparse.Namespace) -> int:
     """Run or submit the runs, or only report. Raises UsageError before anything starts when one of them cannot run."""
-    if (args.config is None) == (args.report is None) or (args.report and args.overrides):
+    if (args.config is None) == (args.report is None) or (args.report is not None and args.overrides):
         raise UsageError("expected CONFIG and key=a,b,c words, or --report DIR")
     if (args.dry_run or args.sbatch or args.setup or args.container) and not args.slurm:
         raise UsageError("--dry-run, --sbatch, --setup and --container belong to --slurm")
     with redirect_stdout(sys.stderr if args.json else sys.stdout):
-        code, folder = (EXIT_DONE, Path(args.report)) if args.report else run(args)
+        code, folder = (EXIT_DONE, Path(args.report)) if args.report is not None else run(args)
         outcome = summed_up(folder, args.winner)
     if args.json:
         print(msgspec.json.encode(outcome).decode())

@@ -1,6 +1,7 @@
 """Checks that need more than one key or the disk: each problem names its key and the way out."""
 
 import json
+import os
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,11 @@ REFUSED = """
 learner: {world_size: 3, parallel: {tensor: 2}} | learner.world_size | a multiple of 2
 learner: {world_size: 8, parallel: {tensor: 8}} | learner.parallel.tensor | 4 attention heads
 learner: {world_size: 2, parallel: {expert: 2}} | learner.parallel.expert | no experts
+learner: {world_size: 9007199254740992} | learner.world_size | at most 131072
+learner: {groups_per_step: 9007199254740992} | learner.groups_per_step | at most 131072
+learner: {lora: {rank: 9007199254740992}} | learner.lora.rank | at most 131072
+rollout: {nodes: 9007199254740992} | rollout.nodes | at most 131072
+rollout: {group_size: 9007199254740992} | rollout.group_size | at most 8192, since a step has 16 groups
 telemetry: {profile_ranks: [0, 3]} | telemetry.profile_ranks | expected ranks below learner.world_size (1), found 3
 learner: {moe: {balance: aux_loss}} | learner.moe.balance | no experts
 learner: {moe: {balance: bias}} | learner.moe.balance | no experts
@@ -266,6 +272,8 @@ def test_a_missing_model_folder_and_a_file_in_its_place_are_refused(folder):
         (lambda model: (model / "config.json").write_text("{"), "readable config.json"),
         (lambda model: write_shape(model, architectures=["Gemma2ForCausalLM"]), "Gemma2ForCausalLM"),
         (lambda model: write_shape(model, quantization_config={"bits": 4}), "quant"),
+        (lambda model: write_shape(model, architectures=[[1]]), "[1] in config.json"),
+        (lambda model: write_shape(model, model_type="x", architectures={"a": 1}), "model_type 'x'"),
     ],
 )
 def test_a_model_folder_that_cannot_be_trained_from_is_refused(folder, damage, word):
@@ -275,6 +283,40 @@ def test_a_model_folder_that_cannot_be_trained_from_is_refused(folder, damage, w
     with pytest.raises(ConfigError) as caught:
         export_main.run(["--config", str(folder / "job.yaml"), "--checkpoint", "none", "--out", "none"])
     assert caught.value.key == "model.path" and word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("num_hidden_layers", 1 << 31),
+        ("hidden_size", 0),
+        ("num_attention_heads", 1 << 31),
+        ("num_key_value_heads", 5),
+        ("vocab_size", 1 << 53),
+        ("mlp_only_layers", [[1]]),
+        ("num_experts", 1 << 31),
+        ("num_experts_per_tok", 9),
+    ],
+)
+def test_a_shape_that_no_model_has_is_refused_before_anything_is_counted(folder, entry, value):
+    named = {"architectures": ["Qwen3MoeForCausalLM"]}
+    write_shape(folder / "model", **{**EXPERTS, **named, entry: value})
+    refused(job(folder), "model.path", f"{entry} is {value}, expected a")
+    write_shape(folder / "model", **EXPERTS, **named, first_k_dense_replace=1 << 24)
+    passes(folder)
+
+
+def test_what_this_user_may_not_look_at_is_refused_with_the_reason(folder):
+    config, user = job(folder), os.geteuid()
+    folder.chmod(0)
+    if user == 0:  # root may look everywhere
+        os.seteuid(65534)
+    try:
+        denied = {problem.key for problem in problems(config) if "Permission denied" in problem.found}
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o700)
+    assert denied == {"model.path", "tasks.dataset"}
 
 
 def test_dataset_that_is_no_jsonl_is_refused(folder):

@@ -298,7 +298,24 @@ def test_schema_stays_within_its_budget_of_keys():
     assert len(leaves) <= 201
 
 
-@pytest.mark.parametrize("value", ["2026-13-45", "9" * 5000, "[" * 1000])
+@pytest.mark.parametrize(
+    ("text", "key", "found"),
+    [
+        ('"foo[x]": 1', "foo[x]", "unknown key 'foo[x]'"),
+        ('"a.b[": 1', "a.b[", "unknown key 'a.b['"),
+        ('"": 1', "''", "unknown key ''"),
+        ('scorers: {"a.b": {model: 1}}', "scorers", "'a.b', whose value: Expected `str`"),
+        ('scorers: {"[...]": {model: 1}}', "scorers", "'[...]', whose value: Expected `str`"),
+        ('evaluation: {datasets: {"a[0]": 3}}', "evaluation.datasets", "'a[0]', whose value: Expected `array`"),
+    ],
+)
+def test_a_name_with_points_or_brackets_is_blamed_on_its_section(write, text, key, found):
+    path = write(f"{MINIMAL}\n{text}\n")
+    error = error_of(path)
+    assert (error.file, error.key) == (str(path), key) and found in error.found
+
+
+@pytest.mark.parametrize("value", ["2026-13-45", "9" * 5000, "[" * 1000, '"\\ud800"'])
 def test_a_value_that_there_is_not_is_bad_yaml_and_no_traceback(write, value):
     blamed = error_of(write(MINIMAL), f"run.name={value}")
     assert (blamed.file, blamed.key, blamed.expected) == (OVERRIDE, "run.name", "a YAML value")

@@ -103,11 +103,17 @@ def test_the_folder_is_checked_and_made_absolute(tmp_path: Path, monkeypatch: py
     weights = folder / "model.safetensors"
     weights.touch()
     assert "can be read" in said()[0]
+    for header in ("[]", "1", f'{{"{SCORE}": 1}}', f'{{"{SCORE}": {{"shape": ["a"]}}}}'):
+        weights.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+        assert "can be read" in said()[0], header
+    weights.write_bytes((1 << 62).to_bytes(8, "little"))
+    assert "can be read" in said()[0]
     save_file({"other.weight": torch.zeros(1, 4)}, weights)
     assert f"without {SCORE}" in said()[0]
     save_file({SCORE: torch.zeros(2, 4)}, weights)
     assert f"{SCORE} has 2" in said()[0]
     save_file({SCORE: torch.zeros(1, 4)}, weights)
     assert said() == []
-    (folder / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
-    assert said(), "another model must be whole"
+    for other in ('{"architectures": ["Qwen3ForCausalLM"]}', '{"architectures": {"a": 1}}', "[]"):
+        (folder / "config.json").write_text(other)
+        assert said(), "another model must be whole"

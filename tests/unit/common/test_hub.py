@@ -80,6 +80,16 @@ def test_a_name_in_another_form_is_refused(key: str, name: str, form: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.slow
+@pytest.mark.parametrize("key", ["model.path", "run.dir"])
+@pytest.mark.parametrize("path", ["a\0b", "~nobody-of-this-name/x", "loop", "x" * 300])
+def test_what_no_file_can_be_called_is_refused(tmp_path: Path, monkeypatch, key: str, path: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UsageError) as error:
+        absolute(key, path)
+    assert str(error.value).startswith(f"{key}: expected a path, found {path[:100]!r}: ")
+
+
 def test_a_model_comes_once_without_code_or_pickle_and_the_hub_is_not_asked_again(hub: StandIn, tmp_path: Path) -> None:
     folder = Path(said(hub.ask(tmp_path, "model.path", NAME)))
     assert folder.name == COMMIT and {f.name: f.read_bytes() for f in folder.iterdir()} == MODEL

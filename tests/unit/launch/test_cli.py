@@ -165,6 +165,34 @@ def test_a_mistyped_command_or_option_is_told_with_the_nearest(capsys, words, hi
     assert hint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["status", "report", "ledger", "doctor", "export", "init"])
+def test_a_path_that_cannot_be_is_refused_with_the_reason(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    said = refusal(capsys, command, "x" * 300, *["new"] * (command == "export"))
+    assert "x" * 100 in said and "File name too long" in said
+
+
+@pytest.mark.parametrize("words", [["keys", "~nobody-of-this-name/x"], ["convert", "m", "~nobody-of-this-name/x"]])
+def test_the_home_of_nobody_is_refused(capsys, words):
+    assert "DIR: expected a path, found '~nobody-of-this-name/x'" in refusal(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["init", "\udcff"], "words of UTF-8, found '\\udcff'"),
+        (["stop", "run", "--timeout-s", "nan"], "--timeout-s: invalid"),
+        (["stop", "run", "--timeout-s", "-1"], "--timeout-s: invalid"),
+        (["rollout", "--join", "tcp://a:1", "--join-timeout-s", "nan"], "--join-timeout-s: invalid"),
+        (["selftest", "--minutes", "inf"], "--minutes: invalid"),
+    ],
+)
+def test_words_that_are_no_text_and_times_that_never_end_are_refused(capsys, words, reason):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2 and reason in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["unknown"], ["up"], ["status"], ["up", "c.yaml", "--nope"], ["up", "c.yaml", "x"]])
 def test_bad_usage_exits_with_two(words):
     done = run_cli(*words)

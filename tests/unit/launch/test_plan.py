@@ -232,6 +232,24 @@ def test_what_no_machine_of_eight_gpus_can_start_is_refused(here: Path, word: st
         assert make_review("configs/deepseek-v3.yaml", [word], gpus_per_node=gpus).refused == []
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["learner.world_size=9007199254740992"],
+        ["learner.lora={rank: 9007199254740992}"],
+        ["learner.groups_per_step=9007199254740992"],
+        ["rollout.group_size=9007199254740992"],
+        ["rollout.nodes=9007199254740992"],
+        ["learner.machines=2", "learner.world_size=2", "broker.address=nowhere"],
+        ["broker.address=[]"],
+    ],
+)
+def test_what_a_check_refuses_stops_no_plan_with_a_traceback(here: Path, words: list[str]) -> None:
+    review = make_review("configs/qwen3-0.6b-1gpu.yaml", words)
+    assert words[-1].partition("=")[0] in str(review.refused[0].key)
+    assert as_json(review)["ok"] is False and text_of(page(review), WIDTH)
+
+
 def test_all_failing_checks_are_listed_and_the_exit_code_is_2(here: Path, capsys) -> None:
     words = ["tasks.environment=gsm9k", "broker.lease_s=1", "rollout.group_size=1", "learner.parallel.pipeline=4"]
     words += ["learner.parallel.virtual_pipeline=3"]
@@ -290,6 +308,12 @@ def test_a_slower_link_makes_a_publish_longer_on_the_page_in_json_and_in_the_rem
 def test_a_link_that_carries_nothing_is_refused(here: Path, link: str) -> None:
     with refused(UsageError, "--link", f"found {link}"):
         ask(link)
+
+
+@pytest.mark.parametrize("gpus", ["0", "-8"])
+def test_machines_without_gpus_are_refused(here: Path, capsys, gpus: str) -> None:
+    said = refusal(capsys, "plan", "configs/qwen3-0.6b-1gpu.yaml", "--gpus-per-node", gpus)
+    assert f"--gpus-per-node: expected the GPUs of a machine, at least 1, found {gpus}" in said
 
 
 def test_missing_files_are_brought_before_launch_but_a_bad_dataset_fails(here: Path) -> None:

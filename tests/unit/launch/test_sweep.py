@@ -370,6 +370,7 @@ def test_a_folder_with_a_run_of_another_config_is_refused(
         ["nowhere.yaml", "run.seed=1,2"],
         ["job.yaml", f"{SIZE}=4,8", "--winner", "rewrd"],
         ["job.yaml", f"{SIZE}=4,8", "--slurm"],
+        ["--report", ""],
     ],
 )
 def test_bad_usage_is_refused_and_nothing_is_written(
