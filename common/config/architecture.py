@@ -9,7 +9,7 @@ from typing import cast
 import msgspec
 
 Document = Mapping[str, object]
-MOST_SIZE = 1 << 24  # a width, a vocabulary or a context; the largest known ones have ten million
+MOST_SIZE = 1 << 24  # widest layer, vocabulary or context; the largest known ones have ten million
 MOST_COUNTED = 1 << 12  # layers, heads or experts, which are counted one by one
 
 
