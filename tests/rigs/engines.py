@@ -226,13 +226,13 @@ class EngineRig:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.publisher = WeightPublisher(
-            0, "float32", WeightsConfig(timeout_s=60.0, encoding="delta", anchor_every=0), bucket_bytes=16 << 10
-        )
-        self.address = self.publisher.start()
         self.engine = kind(self.config)
         self.make, self.models = make, {}
         self.run(self.engine.start(), 2 * LIMIT_S)
+        self.publisher = WeightPublisher(
+            0, "float32", WeightsConfig(timeout_s=60.0, encoding="delta", anchor_every=0), bucket_bytes=16 << 10
+        )
+        self.address = self.publisher.start()  # last: when the engine does not start, no thread of it is left
         self.client = self.run(self._client())
 
     async def _client(self) -> WeightClient:
