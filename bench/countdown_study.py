@@ -193,7 +193,7 @@ def measure_all(options: harness.Options) -> dict[str, dict[str, Any]]:
 
 
 @harness.script(
-    name="countdown", trl_python=str, workers=2, seeds=[1, 2, 3], budget_s=86400.0, timeout=900.0, also=["none"],
+    name="countdown", trl_python=str, workers=2, seeds=[1, 2, 3], budget_s=86400.0, timeout=900.0, also=[],
     overrides=(),
 )  # fmt: skip
 def main(options: harness.Options) -> harness.Figures:

@@ -147,7 +147,8 @@ def part(arguments: Options, figures: Figures, name: str, work: Callable[[], Any
 
 
 def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
-    """A parser with `--dry` and an option for each default; a list takes several values of its first one's type.
+    """A parser with `--dry` and an option for each default; a list takes several values of its first one's type, and an
+    empty one words.
 
     A type in place of a default makes an option that must be given, and `()` a name for all words that are no options.
     A dict has argparse's own words.
@@ -163,7 +164,8 @@ def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
         elif isinstance(default, type):
             made.add_argument(word, type=default, required=True)
         else:
-            kind, several = (type(default[0]), "+") if isinstance(default, list) else (type(default), None)
+            several = "+" if isinstance(default, list) else None
+            kind = type((default or [""])[0] if several else default)
             made.add_argument(word, type=kind, nargs=several, default=default, help=f"default {default}")
     return made
 

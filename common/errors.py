@@ -11,6 +11,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_HOPELESS = 3
 EXITS_FOR_GOOD = (EXIT_USAGE, EXIT_HOPELESS)  # a supervisor does not restart a role after these
+MOST_SHOWN = 100  # characters of a refused path
 
 
 class SlipstreamError(Exception):

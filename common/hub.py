@@ -13,13 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.errors import SlipstreamError, UsageError
+from common.errors import MOST_SHOWN, SlipstreamError, UsageError
 
 SCHEME = "hf://"
 MODEL_KEYS = ("model.path", "learner.loss.reference", "learner.critic.path")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")  # no code and no pickle; weights come last
-MOST_SHOWN = 100  # characters of a path that is refused
 LEFT_OUT = ["*/*", "consolidated*"]  # second copies of the weights
 
 _REPO = r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@/]+))?"

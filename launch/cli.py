@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.errors import EXIT_FAILED, EXIT_USAGE, SlipstreamError, meant
+from common.errors import EXIT_FAILED, EXIT_USAGE, MOST_SHOWN, SlipstreamError, meant
 from common.process.lifecycle import join_supervisor, leave
 
 DESCRIPTION = """Asynchronous GRPO: a Megatron learner, an elastic fleet of vLLM nodes and a broker between them.
@@ -82,7 +82,6 @@ GROUPS = {  # by the order of --help
     "launch": "broker learner rollout scorer slurm scale keys",
 }
 BAD_PATHS = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR)  # a person named them
-MOST_SHOWN = 100  # characters of such a path
 RUN = "a run's folder, or the config file that names it"
 EITHER = "a run's folder, or a config file"
 

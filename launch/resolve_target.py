@@ -59,8 +59,7 @@ def checked(config: C, file: str, environment: bool = True, reader: Reader = "al
 
     Errors name `file`. `environment`: also import the environment, for the commands whose Python must have it.
     `reader`: the role that starts here; files that only others read may be missing. A job that has not begun also
-    tries the dataset's first row. Raises UsageError: ConfigError when
-    a key is wrong.
+    tries the dataset's first row. Raises UsageError: ConfigError when a key is wrong.
     """
     config = resolve_paths(config)
     config.validate(file, reader)  # before a long download

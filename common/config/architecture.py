@@ -3,7 +3,7 @@
 Config checks and `slipstream plan` read it. Neither needs torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import msgspec
@@ -109,12 +109,17 @@ READERS = {
 }
 
 
+def first_class(named: object) -> str | None:
+    """The first of a config.json's `architectures`; None where it names none."""
+    first = cast("Sequence[object]", named)[0] if isinstance(named, list | tuple) and named else None
+    return None if first is None else str(first)
+
+
 def read_architecture(config: Document) -> Architecture:
     """The shape that a config.json describes; raises UnknownArchitecture."""
     kind = str(config.get("model_type"))
     if kind not in READERS:
-        named = config.get("architectures")
-        kind = KIND_OF.get(str(cast("list[object]", named)[0]), kind) if named and isinstance(named, list) else kind
+        kind = KIND_OF.get(first_class(config.get("architectures")) or "", kind)
     if kind not in READERS:
         raise UnknownArchitecture(f"model_type {kind!r}; the planner counts {', '.join(READERS)}")
     traits = READERS[kind]

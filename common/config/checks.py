@@ -60,7 +60,7 @@ PATHS = (
     "learner.loss.reference", "learner.critic.path", "learner.checkpoint.dir", "broker.credentials",
     "scorers.*.tokenizer",
 )  # fmt: skip
-MOST_COUNTED = 1 << 17  # ranks, nodes and samples of a step, which programs list one by one
+MOST_LISTED = 1 << 17  # ranks, nodes and samples of a step, which programs list one by one
 C = TypeVar("C", bound=BaseConfig)
 
 
@@ -172,10 +172,10 @@ def size_problems(config: BaseConfig) -> Iterator[Problem]:
     if config.rl is not None:
         sizes["rollout.nodes"] = config.rl.rollout.nodes
     for key, size in sizes.items():
-        if size > MOST_COUNTED:
-            yield Problem(key, f"at most {MOST_COUNTED}")
-    if config.rl is not None and rows <= MOST_COUNTED < rows * config.rl.rollout.group_size:
-        expected = f"at most {MOST_COUNTED // rows}, since a step has {rows} groups"
+        if size > MOST_LISTED:
+            yield Problem(key, f"at most {MOST_LISTED}")
+    if config.rl is not None and rows <= MOST_LISTED < rows * config.rl.rollout.group_size:
+        expected = f"at most {MOST_LISTED // rows}, since a step has {rows} groups"
         yield Problem("rollout.group_size", expected)
 
 

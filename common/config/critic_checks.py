@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import msgspec
 
-from common.config.architecture import Architecture
+from common.config.architecture import Architecture, first_class
 from common.config.critic import BY_LENGTH
 from common.config.schema import Config
 from common.errors import Problem
@@ -52,9 +51,7 @@ def critic_problems(config: Config, model: Architecture | None) -> Iterator[Prob
 def is_critic(folder: Path) -> bool:
     """Whether a folder has a value model, as a job writes it into RUN/critic. Raises OSError and ValueError."""
     document = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, object])
-    named = document.get("architectures")
-    first = next(iter(cast("list[object]", named)), "") if isinstance(named, list) else ""
-    return str(first).endswith(CRITIC_SUFFIX)
+    return (first_class(document.get("architectures")) or "").endswith(CRITIC_SUFFIX)
 
 
 def labels_of(folder: Path) -> int:

@@ -2,11 +2,10 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import cast
 
-from common.config.architecture import KIND_OF, Architecture
+from common.config.architecture import KIND_OF, Architecture, first_class
 from common.config.schema import ParallelConfig
 from common.errors import Problem
 
@@ -16,9 +15,8 @@ _KEY = "learner.parallel."
 
 def architecture_problems(value: Callable[[str], object]) -> Iterator[Problem]:
     """Why Megatron cannot be trusted with a model; `value` looks a name of its config.json up, None: not there."""
-    named = value("architectures")
-    first = cast("Sequence[object]", named)[0] if isinstance(named, list | tuple) and named else None
-    if first is not None and str(first) not in KIND_OF:
+    first = first_class(value("architectures"))
+    if first is not None and first not in KIND_OF:
         hint = "docs/models.md says why"
         yield Problem("model.path", f"one of {', '.join(KIND_OF)}", f"{first} in config.json", hint)
     if value("quantization_config"):
