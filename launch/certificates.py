@@ -68,15 +68,18 @@ class Standing:
         return f"certified: {len(made.checks)} checks on {made.ranks} CPU ranks, {made.made} ({self.file}){critic}"
 
     def keep(self, run: RunDir) -> None:
-        """Put a certificate that stands into the run folder, in the place of another one. Raises as `unwritable`."""
+        """Put a certificate that stands into the run folder, in the place of another one. Raises as `unwritable`.
+
+        A run that has begun keeps the one that it has: it says what was proven of the steps until now.
+        """
         target = run.path / IN_RUN
         if target.absolute() == self.file.absolute():  # the folder is where it was found
             return
         try:
-            if self.certificate is None or self.why:
-                target.unlink(missing_ok=True)
-            else:
+            if self.certificate is not None and not self.why:
                 write_json(target, self.certificate)
+            elif not run.began:
+                target.unlink(missing_ok=True)
         except OSError as error:
             raise unwritable("run.dir", run.path, error) from error
 

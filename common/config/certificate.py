@@ -47,7 +47,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]  # as common.process.versions gives them
     source: str  # digest of the code that computes: common.process.versions.learner_digest
     covers: dict[str, Any]  # `covered`
-    folded: list[str]  # sizes of the layout that are smaller in miniature
+    folded: list[str]  # sizes of the layout that differ in miniature
     ranks: int
     checks: list[Check]
 
@@ -79,8 +79,9 @@ def fold(learner: RanksConfig) -> Folded:
     fits = [n for n in (1, 2, 4) if parallel.model_ranks * n % experts == 0]
     wanted = 2 if given > 1 and 2 * parallel.model_ranks <= MOST_RANKS else 1
     data = min((n for n in fits if n >= wanted), default=fits[-1])
-    was = {name: getattr(real, name) for name in names} | {"data": given}
-    now = sizes | {"data": data}
+    told = (*names, "first_stage_layers", "last_stage_layers")
+    was, now = ({name: getattr(x, name) or "unset" for name in told} for x in (real, parallel))
+    was["data"], now["data"] = given, data
     said = [f"{name} {was[name]} -> {now[name]}" for name in was if was[name] != now[name]]
     return Folded(parallel, parallel.model_ranks * data, said)
 

@@ -5,7 +5,7 @@ CHECKS is the list. Each of them reads the folder of a trial and gives the compa
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from learner.certificate import reference
 from learner.certificate.trial import ALONE, LAYOUT, ROUNDED, Trial, job, microbatches
 
 HUGGING_FACE, ONE_RANK = "Hugging Face", "one rank"
+OF_RANK = " of rank "
 LOGPROBS = 5e-5  # nats, of any token
 GRADIENT = 2e-5  # of the norm of each tensor's gradient
 FIGURE = 1e-5  # relative: loss, norm of the gradients
@@ -97,12 +98,18 @@ class Evidence:
 
 
 class Found:
-    """The tensors of all ranks of one trial."""
+    """The tensors of all ranks of one trial.
+
+    Ranks that share packs have found the same rows. One that differs in any bit is kept apart, as `NAME of rank R`:
+    else it could hide another's error.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.tensors: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
-            self.tensors |= load_file(file)
+            for name, tensor in load_file(file).items():
+                if not torch.equal(self.tensors.setdefault(name, tensor), tensor):
+                    self.tensors[f"{name}{OF_RANK}{file.stem}"] = tensor
 
     def section(self, prefix: str) -> dict[str, Tensor]:
         """Tensors named `prefix`.NAME, by NAME."""
@@ -131,10 +138,11 @@ def relative(found: Tensor, expected: Tensor) -> float:
 def worst(
     found: Tensors, expected: Tensors, difference: Callable[[Tensor, Tensor], float] = relative
 ) -> tuple[float, str]:
-    """The largest difference, and the tensor that has it; infinite for names that only one of them has."""
-    if others := sorted(found.keys() ^ expected.keys()) or ["nothing"] * (not expected):
+    """The largest difference, of any rank, and the tensor that has it; infinite for names that only one of them has."""
+    names = {name: name.partition(OF_RANK)[0] for name in found}
+    if others := sorted({*names.values()} ^ expected.keys()) or ["nothing"] * (not expected):
         return math.inf, f"{others[0]}, which only one of them has"
-    errors = [(difference(found[name], tensor), name) for name, tensor in expected.items()]
+    errors = [(difference(found[name], expected[own]), name) for name, own in names.items()]
     return max(errors, key=lambda error: (math.isnan(error[0]), error))
 
 
@@ -151,6 +159,17 @@ def of_update(before: Tensors, found: Tensors, expected: Tensors) -> tuple[float
 
 def numbered(rows: list[Tensor]) -> dict[str, Tensor]:
     return {str(i): row for i, row in enumerate(rows)}
+
+
+def furthest_rows(found: Tensors, expected: list[Tensor]) -> list[Tensor]:
+    """The row of each pack; where ranks differ, that with the largest sum of errors."""
+
+    def error(exact: Tensor, row: Tensor) -> tuple[bool, float]:
+        total = (row - exact).abs().sum().item()
+        return math.isnan(total), total
+
+    ranks = [[row for name, row in found.items() if name.partition(OF_RANK)[0] == str(i)] for i in range(len(expected))]
+    return [max(own, key=partial(error, exact)) for own, exact in zip(ranks, expected, strict=True)]
 
 
 def _figures(against: str, found: tuple[float, float], expected: tuple[float, float]) -> Iterator[Check]:
@@ -231,8 +250,7 @@ def rounded(evidence: Evidence) -> Iterator[Check]:
     difference, where = worst(found.section("weight"), expected, furthest)
     yield Check("loaded weights in bfloat16", HUGGING_FACE, difference, 0.0, where)
     exact = torch.cat(made.logprobs)
-    rows = found.section("logprobs")
-    mine = torch.cat([rows[str(i)] for i in range(len(rows))])
+    mine = torch.cat(furthest_rows(found.section("logprobs"), made.logprobs))
     difference, theirs = ((x - exact).abs().median().item() for x in (mine, torch.cat(rounding.logprobs)))
     yield Check("median log-probability in bfloat16", HUGGING_FACE, difference, FLOOR + ROUNDING * theirs)
     errors = [_median_error(x, gradients) for x in (found.section("gradient"), rounded_gradients)]

@@ -53,9 +53,25 @@ def test_every_kind_of_parallelism_stays_with_two_ranks(name: str) -> None:
     assert [getattr(found.parallel, name) for name in sizes] == [min(2, size) for size in sizes.values()]
 
 
-def test_uneven_stages_stay_uneven() -> None:
-    parallel = ParallelConfig(pipeline=8, first_stage_layers=11, last_stage_layers=11)
-    assert fold(LearnerConfig(world_size=8, parallel=parallel)).parallel.first_stage_layers == 3
+UNEVEN: dict[str, tuple[dict[str, int], int | None, list[str]]] = {
+    "both ends": (
+        {"first_stage_layers": 11, "last_stage_layers": 9},
+        3, ["first_stage_layers 11 -> 3", "last_stage_layers 9 -> unset"],
+    ),
+    "the last alone": ({"last_stage_layers": 7}, 3, ["first_stage_layers unset -> 3", "last_stage_layers 7 -> unset"]),
+    "the first, as the miniature's": ({"first_stage_layers": 3}, 3, []),
+    "a virtual pipeline has even ones": (
+        {"virtual_pipeline": 2, "last_stage_layers": 2}, None, ["last_stage_layers 2 -> unset"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_stages_stay_uneven_and_are_said(name: str) -> None:
+    sizes, first, said = UNEVEN[name]
+    found = fold(LearnerConfig(world_size=8, parallel=ParallelConfig(pipeline=8, **sizes)))
+    assert (found.parallel.first_stage_layers, found.parallel.last_stage_layers) == (first, None)
+    assert found.said == ["pipeline 8 -> 2", *said]
 
 
 def certified(file: Path, **changes: Any) -> Certificate:
@@ -170,7 +186,25 @@ def test_the_run_folder_has_the_certificate_that_its_roles_then_find(tmp_path: P
     assert (run.path / IN_RUN).is_file()
     place(file).unlink()
     standing(config, file).keep(run)
-    assert not (run.path / IN_RUN).exists()
+    assert not (run.path / IN_RUN).exists(), "a new run has none of an earlier start"
+
+
+def test_a_run_that_has_begun_keeps_its_certificate_and_says_why_it_lapsed(tmp_path: Path) -> None:
+    file, run = write_job(tmp_path), RunDir(tmp_path / "run")
+    made = certified(file, source="the code that the run began with")
+    config = resolve_paths(load_either(file))
+    run.prepare(config)
+    (run.path / IN_RUN).write_bytes(msgspec.json.encode(made))
+    run.metrics.touch()
+    for lost in (False, True):  # the certificate beside the config lapsed, too, or is gone
+        if lost:
+            place(file).unlink()
+        standing(config, file).keep(run)
+        assert msgspec.json.decode((run.path / IN_RUN).read_bytes(), type=Certificate) == made
+        assert standing(config, run.config).sentence.startswith("uncertified: the learner's code is not that of commit")
+    newer = certified(file)
+    standing(config, file).keep(run)
+    assert msgspec.json.decode((run.path / IN_RUN).read_bytes(), type=Certificate) == newer
 
 
 def test_plan_and_doctor_show_it(tmp_path: Path) -> None:
