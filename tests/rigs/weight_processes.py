@@ -208,9 +208,9 @@ class PlaneGroup(FaultyGroup):
             data[7] ^= 1
 
 
-def merge_oddly(*arguments: Any) -> None:
+def merge_oddly(*arguments: Any, given_up: Callable[[], bool]) -> None:
     """As on a processor that computes the last bit of an element otherwise."""
-    merge_version(*arguments)
+    merge_version(*arguments, given_up=given_up)
     arguments[-1][0] ^= 1
 
 

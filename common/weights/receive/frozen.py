@@ -1,6 +1,7 @@
 """The frozen weights at a node, beside which a learner's adapters become versions."""
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -45,8 +46,10 @@ class FrozenWeights:
         if publish.payload_bytes != expected:
             raise Mismatch(f"{name} comes in {publish.payload_bytes} bytes, expected {expected}")
 
-    def merge(self, publish: Publish, payload: torch.Tensor, into: torch.Tensor) -> None:
-        """Make the version in `into` [total_bytes] uint8. Raises Mismatch as merge_version, and for frozen weights that
+    def merge(
+        self, publish: Publish, payload: torch.Tensor, into: torch.Tensor, given_up: Callable[[], bool]
+    ) -> None:
+        """Make the version in `into` [total_bytes] uint8. Raises as merge_version, and Mismatch for frozen weights that
         are not the published ones.
 
         A payload with frozen weights stays in memory: they are kept from then on.
@@ -60,7 +63,7 @@ class FrozenWeights:
                 raise Mismatch(f"the frozen weights arrived as {found}, published were {publish.frozen}")
             self._flat, self._checksum = flat, found
         assert self._flat is not None
-        merge_version(self._flat, self._layout, payload, self._adapters, into)
+        merge_version(self._flat, self._layout, payload, self._adapters, into, given_up=given_up)
 
     def keep(self, publish: Publish, flat: torch.Tensor) -> None:
         """Copy a version that is the frozen weights. Without room for a copy the next version comes with them."""

@@ -137,6 +137,7 @@ class _Transfer:
     parts: PartFetches  # over the relay
     frozen: FrozenWeights
     started: float = field(default_factory=time.perf_counter)
+    given_up: threading.Event = field(default_factory=threading.Event)
 
     @property
     def version(self) -> VersionKey:
@@ -171,6 +172,7 @@ class _Transfer:
 
     def give_up(self) -> None:
         """Let its threads end; any thread may call it."""
+        self.given_up.set()
         self.member.store.close()
         if self.group is not None:
             self.group.close()
@@ -391,7 +393,7 @@ class Receiver:
                     base = None
                     apply_deltas(publish, payload, layout, flat)
                 elif transfer.apart:
-                    frozen.merge(publish, payload, flat)
+                    frozen.merge(publish, payload, flat, transfer.given_up.is_set)
                 elif apart:
                     flat.copy_(payload)
                 if apart:  # else its pieces or buckets were verified where they are

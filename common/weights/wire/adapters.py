@@ -5,13 +5,14 @@ in that order. A matrix product would add in an order that depends on the proces
 shape. These operations do not, so a part of a matrix has the bits of the whole one's part.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from common.weights.wire import flat_buffer
-from common.weights.wire.failures import Mismatch
+from common.weights.wire.failures import GivenUp, Mismatch
 from common.weights.wire.layout import AdapterLayout, Layout
 from common.weights.wire.pieces import THREADS
 
@@ -39,17 +40,26 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
     return merged
 
 
-def merge_version(frozen: Tensor, layout: Layout, adapters: Tensor, told: AdapterLayout, into: Tensor) -> None:
+def merge_version(
+    frozen: Tensor,
+    layout: Layout,
+    adapters: Tensor,
+    told: AdapterLayout,
+    into: Tensor,
+    given_up: Callable[[], bool] = lambda: False,
+) -> None:
     """Write the version into `into`: `frozen`, with `adapters` in the matrices that have some.
 
     `frozen` and `into` [total_bytes] uint8 follow `layout`, `adapters` [total_bytes] uint8 follows that of `told`.
-    Raises Mismatch when an adapter fits no matrix.
+    Raises Mismatch when an adapter fits no matrix, and GivenUp: `given_up` is asked before every tensor.
     """
     found = dict(flat_buffer.view(adapters, told.layout))
     weights = flat_buffer.view(frozen, layout)
     places = flat_buffer.view(into, layout)
 
     def write(weight: Tensor, place: Tensor, pair: tuple[Tensor, Tensor] | None) -> None:
+        if given_up():
+            raise GivenUp("given up for another transfer")
         place.copy_(weight if pair is None else merge(weight, *pair, told.factor))
 
     with ThreadPoolExecutor(THREADS, "merge-weights") as pool:

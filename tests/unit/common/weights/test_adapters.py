@@ -1,17 +1,19 @@
 """Frozen weights and adapters into versions: exact, alike for every part, and refused where they do not fit."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from msgspec import structs
 
+from common.weights.receive import frozen
 from common.weights.receive.receiver import Receiver
 from common.weights.source.adapters import AdapterPayloads
 from common.weights.source.snapshot import Snapshot, SnapshotMaker
 from common.weights.wire import flat_buffer, messages
 from common.weights.wire.adapters import merge, merge_version, names
-from common.weights.wire.failures import FailureKind, Mismatch
+from common.weights.wire.failures import FailureKind, GivenUp, Mismatch
 from common.weights.wire.layout import AdapterLayout, Layout
 from common.weights.wire.messages import BOTH, FROZEN, Epoch, Publish
 from tests.rigs.waiting import until
@@ -197,6 +199,37 @@ def test_a_learner_without_adapters_lets_a_node_forget_the_frozen_weights(learne
     node.receiver.handle(Epoch(1, 1, 2, 5.0))
     assert node.get(*learner.publish(learner.snapshot(1), FROZEN)) is FailureKind.MISMATCH
     assert node.receiver._frozen._flat is None
+
+
+def test_a_merge_that_is_given_up_ends_at_the_next_tensor(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(learner)
+    assert node.get(*learner.publish(learner.snapshot(0), BOTH)) is None
+    publish, payload = learner.publish(learner.snapshot(2), FROZEN)
+    found: list[torch.Tensor] = []
+
+    def outrun(*arguments: Any, given_up: Callable[[], bool]) -> None:
+        """A new epoch gives the transfer up while the merge is at its first tensor."""
+        asked = iter(["first"])
+
+        def ask() -> bool:
+            if next(asked, ""):
+                return False
+            node.receiver.handle(Epoch(2, 1, 2, 5.0))
+            return given_up()
+
+        into = arguments[-1].zero_()
+        with pytest.raises(GivenUp):
+            merge_version(*arguments, given_up=ask)
+        found.append(into)
+        raise GivenUp("as the merge")
+
+    monkeypatch.setattr(frozen, "merge_version", outrun)
+    node.wire.payload, node.wire.at = payload, 0
+    node.receiver.handle(publish)
+    until(lambda: found, every_s=0.002)
+    layout = node.receiver.layout
+    assert layout is not None
+    assert sum(bool(tensor.any()) for _, tensor in flat_buffer.view(found[0], layout)) == 1
 
 
 @pytest.mark.parametrize(
