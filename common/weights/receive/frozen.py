@@ -46,9 +46,7 @@ class FrozenWeights:
         if publish.payload_bytes != expected:
             raise Mismatch(f"{name} comes in {publish.payload_bytes} bytes, expected {expected}")
 
-    def merge(
-        self, publish: Publish, payload: torch.Tensor, into: torch.Tensor, given_up: Callable[[], bool]
-    ) -> None:
+    def merge(self, publish: Publish, payload: torch.Tensor, into: torch.Tensor, given_up: Callable[[], bool]) -> None:
         """Make the version in `into` [total_bytes] uint8. Raises as merge_version, and Mismatch for frozen weights that
         are not the published ones.
 

@@ -195,9 +195,9 @@ class Chains:
         if chain is None:
             chain = Chain(snapshot, payload, self._late, poor=set(self._unreached))
             self._chains.append(chain)
-            for part in payload.parts:
+            for part, own in zip(payload.parts, payload.in_host, strict=False):  # those of other sources come later
                 if self._server is not None and part.origin == self._server.address:
-                    chain.served.append(PartBuffer(part, payload.in_host))
+                    chain.served.append(PartBuffer(structs.replace(part, start=0), own))
                     self._server.offer(chain.served[-1])
         source = None
         if view.route.failures_at(snapshot.version) < OWN_ATTEMPT:

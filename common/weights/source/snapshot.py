@@ -29,7 +29,8 @@ Views = list[tuple[str, torch.Tensor]]
 class Payload:
     """The bytes that travel for a version: all of it, or a delta from `base_version` (-1: none).
 
-    `flat` [n] uint8 is what this rank sends of it. Other sources send the rest, `elsewhere` by their numbers.
+    `flat` [n] uint8 is what this rank sends of it, in one part. Other sources send the rest, `elsewhere` by their
+    numbers.
     """
 
     flat: torch.Tensor
@@ -39,14 +40,14 @@ class Payload:
     elsewhere: dict[int, int] = field(default_factory=lambda: dict[int, int]())  # bytes
     sealing: bool = False
     opened: bool = True  # digests are of opened pieces: every node knows them
-    sealed: dict[int, Part] = field(default_factory=lambda: dict[int, Part]())  # by source
+    sealed: dict[int, Sequence[Part]] = field(default_factory=lambda: dict[int, Sequence[Part]]())  # by source
     parts: list[Part] = field(default_factory=lambda: list[Part]())  # in order; [] before all sources sealed theirs
-    before: torch.Tensor | None = None  # [m] uint8 that goes before `flat`, over the relay only
+    before: torch.Tensor | None = None  # [m] uint8 that goes before `flat`, over the relay only, in a part of its own
 
     @cached_property
-    def in_host(self) -> torch.Tensor:
-        """This rank's bytes in host memory, for nodes that fetch them."""
-        return self.flat.cpu() if self.before is None else torch.cat([self.before, self.flat])
+    def in_host(self) -> list[torch.Tensor]:
+        """The bytes of this rank's parts in host memory, for nodes that fetch them."""
+        return [own.cpu() for own in (self.before, self.flat) if own is not None]
 
     @property
     def encoding(self) -> str:
@@ -61,29 +62,24 @@ class Payload:
     def seal_own_part(
         self, piece: int, *, origin: str, secured: bool, post: Callable[[Callable[[], None]], None]
     ) -> None:
-        """Make this rank's part in a thread, once; `post` brings it, or an error, to the thread that calls this."""
+        """Make this rank's parts in a thread, once; `post` brings them, or an error, to the thread that calls this."""
         if not self.sealing:
             self.sealing = True
             pool = ThreadPoolExecutor(1, "seal-weights")
             work = pool.submit(
-                lambda: new_part(
-                    self.in_host,
-                    0,
-                    self.in_host.numel(),
-                    piece=piece,
-                    origin=origin,
-                    secured=secured,
-                    opened=self.opened,
-                )
+                lambda: [
+                    new_part(own, 0, own.numel(), piece=piece, origin=origin, secured=secured, opened=self.opened)
+                    for own in self.in_host
+                ]
             )
-            work.add_done_callback(lambda done: post(lambda: self.add_part(0, done.result())))
+            work.add_done_callback(lambda done: post(lambda: self.add_parts(0, done.result())))
             pool.shutdown(wait=False)
 
-    def add_part(self, number: int, part: Part) -> None:
+    def add_parts(self, number: int, parts: Sequence[Part]) -> None:
         """Take in what a source sealed for the relay; the last one completes `parts`."""
-        self.sealed[number] = part
+        self.sealed[number] = parts
         if len(self.sealed) > len(self.elsewhere):
-            sealed = [part for _, part in sorted(self.sealed.items())]
+            sealed = [part for _, parts in sorted(self.sealed.items()) for part in parts]
             starts = accumulate((part.size for part in sealed), initial=0)
             self.parts = [msgspec.structs.replace(part, start=at) for part, at in zip(sealed, starts, strict=False)]
 

@@ -78,7 +78,7 @@ class OtherSources:
             if current is not None and current.version == message.version:
                 payload = current.full if message.base < 0 else current.deltas.get(message.base)
                 if payload is not None and message.number in payload.elsewhere:
-                    payload.add_part(message.number, message.part)
+                    payload.add_parts(message.number, [message.part])
 
     def whole(self, wanted: Collection[int] = ()) -> list[Snapshot]:
         """The versions up to the newest that became whole; older ones are superseded, whole or not.

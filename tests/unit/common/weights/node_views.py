@@ -41,7 +41,7 @@ def make_parts(snapshot: Snapshot, *origins: str) -> None:
     size = snapshot.flat.numel()
     snapshot.full.elsewhere = {number: size for number in range(1, len(origins))}
     for number, origin in enumerate(origins):
-        snapshot.full.add_part(number, Part(f"v{snapshot.version}p{number}", origin, 0, size, 64, b"digests"))
+        snapshot.full.add_parts(number, [Part(f"v{snapshot.version}p{number}", origin, 0, size, 64, b"digests")])
 
 
 def attempt_at(

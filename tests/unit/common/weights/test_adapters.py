@@ -16,6 +16,7 @@ from common.weights.wire.adapters import merge, merge_version, names
 from common.weights.wire.failures import FailureKind, GivenUp, Mismatch
 from common.weights.wire.layout import AdapterLayout, Layout
 from common.weights.wire.messages import BOTH, FROZEN, Epoch, Publish
+from common.weights.wire.pieces import PartBuffer
 from tests.rigs.waiting import until
 from tests.unit.common.weights.test_receiver import Replay
 
@@ -100,14 +101,15 @@ class Learner:
 
     def publish(self, snapshot: Snapshot, base: int, **changes: Any) -> tuple[Publish, torch.Tensor]:
         payload = snapshot.deltas.get(base, snapshot.full)
-        buckets, _ = flat_buffer.all_checksums(payload.in_host, 64)
+        flat = torch.cat(payload.in_host)
+        buckets, _ = flat_buffer.all_checksums(flat, 64)
         whole = snapshot.checksum == snapshot.frozen
         made = Publish(
             0, snapshot.version, 1, snapshot.layout.digest, 64, buckets, snapshot.checksum, 8.0,
             encoding=payload.encoding, base_version=payload.base_version, payload_bytes=payload.size,
             frozen=snapshot.frozen if whole or payload.encoding != "full" else "",
         )  # fmt: skip
-        return structs.replace(made, **changes), payload.in_host
+        return structs.replace(made, **changes), flat
 
 
 class Node:
@@ -165,6 +167,25 @@ def test_a_node_without_the_frozen_weights_gets_both_and_keeps_them_for_a_later_
     node.welcome(Learner())  # the same model, resumed
     third = learner.snapshot(3)
     assert node.get(*learner.publish(third, FROZEN)) is None and torch.equal(node.flat, third.flat)
+
+
+def test_the_frozen_weights_travel_from_where_they_are_and_stay_as_they_are(learner: Learner) -> None:
+    flat = learner.payloads._frozen.flat
+    before, node = flat.clone(), Node(learner)
+    for number, base in ((1, BOTH), (2, FROZEN), (3, BOTH)):
+        snapshot = learner.snapshot(number)
+        payload = snapshot.deltas[BOTH]
+        payload.seal_own_part(64, origin="here", secured=True, post=lambda work: work())
+        until(lambda payload=payload: payload.parts, every_s=0.002)
+        frozen_part, own = payload.parts
+        assert (frozen_part.start, frozen_part.size, own.start) == (0, flat.numel(), flat.numel())
+        assert own.start + own.size == payload.size
+        assert payload.in_host[0].data_ptr() == flat.data_ptr(), "no copy"
+        for part, memory in zip(payload.parts, payload.in_host, strict=True):
+            served = PartBuffer(structs.replace(part, start=0), memory)
+            assert b"".join(served.digest_of(piece) for piece in range(served.count)) == part.digests
+        assert node.get(*learner.publish(snapshot, base)) is None and torch.equal(node.flat, snapshot.flat)
+    assert torch.equal(flat, before), "nothing is merged in place"
 
 
 @pytest.mark.parametrize("base", [FROZEN, BOTH])

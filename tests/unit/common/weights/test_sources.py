@@ -113,7 +113,7 @@ def test_a_part_is_asked_for_until_it_comes_also_over_a_new_connection(
     lead.offer(2, 1, connection=b"again")
     lead.sources.seal(1, made.full, 64)
     assert lead.seals() == [b"again"]
-    made.full.add_part(0, part(192))
+    made.full.add_parts(0, [part(192)])
     assert made.full.parts == []
     lead.sources.hear(b"again", PartSealed(2, 3, 1, -1, part(64)), made)
     assert [p.start for p in made.full.parts] == [0, 192, 512]
