@@ -341,6 +341,11 @@ class BaseConfig(Strict, frozen=True, kw_only=True):
         """Nodes that `up` starts."""
         return 0
 
+    @property
+    def devices(self) -> int:
+        """Devices of learner and `rollout_nodes` together."""
+        return self.learner.world_size
+
     def validate(self, file: str, reader: Reader = "all") -> None:
         """Raise ConfigError, naming `file`, on the first thing that cannot work together.
 
@@ -410,8 +415,12 @@ class Config(BaseConfig, frozen=True, kw_only=True):
         return self.rollout.nodes
 
     @property
+    def devices(self) -> int:
+        return super().devices + self.rollout.nodes * self.rollout.engine.devices
+
+    @property
     def device_shares(self) -> dict[str, int]:
-        """Devices that each role of `up` needs, in the order in which the roles get them."""
+        """The devices of each role of `up`, in the order in which the roles get them."""
         nodes = {f"node-{i}": self.rollout.engine.devices for i in range(self.rollout.nodes)}
         return {"learner": self.learner.world_size} | nodes
 

@@ -233,13 +233,10 @@ def check_torch(machine: Machine, config: BaseConfig | None) -> Iterator[Finding
 def _check_gpus(machine: Machine, config: BaseConfig) -> Iterator[Finding]:
     """Weights can move between the GPUs and be rounded there, and `up` has one for every rank and engine."""
     yield from map(refusal, rounding_problems(config))
-    wanted = config.learner.world_size
-    if config.rl is not None:
-        wanted += config.rollout_nodes * config.rl.rollout.engine.devices
-        if "torch" in machine.packages and config.rl.weights.transport == "nccl":
-            yield _check_nccl(machine)
-    if machine.gpus and wanted > len(machine.gpus):
-        what = f"{wanted} devices of learner and nodes, {len(machine.gpus)} here"
+    if config.rl is not None and "torch" in machine.packages and config.rl.weights.transport == "nccl":
+        yield _check_nccl(machine)
+    if machine.gpus and config.devices > len(machine.gpus):
+        what = f"{config.devices} devices of learner and nodes, {len(machine.gpus)} here"
         fix = "fewer ranks or nodes, or the roles on machines of their own (docs/layouts.md)"
         yield warning("gpus", "few", what, why="`slipstream up` starts all roles on this machine", fix=fix)
 

@@ -96,7 +96,7 @@ def page(review: Review) -> RenderableType:
     }
     if (job := config.rl) is not None:
         bodies["Rollouts and weights"] = _facts(_rollouts(job, plan))
-        if sum(job.device_shares.values()) <= plan.gpus_per_node:
+        if job.devices <= plan.gpus_per_node:
             free = map(str, count())
             devices = [(role, " ".join(islice(free, n))) for role, n in job.device_shares.items()]
             devices += _shared(job, plan)

@@ -79,11 +79,9 @@ def _sizes(config: C, gpus_per_node: int) -> Iterator[C]:
             if (world := machines * gpus_per_node) > learner.world_size:
                 yield replace(config, learner=replace(learner, world_size=world, machines=machines))
         return
-    fleet = config.rollout_nodes * config.rl.rollout.engine.devices if config.rl else 0
-    elsewhere = learner.world_size + fleet > gpus_per_node
     for world in range(learner.world_size + 1, gpus_per_node + 1):
         larger = replace(config, learner=replace(learner, world_size=world))
-        if config.rl is not None and fleet and not elsewhere:
+        if config.rl is not None and config.rollout_nodes and config.devices <= gpus_per_node:
             rollout = config.rl.rollout
             nodes = min(rollout.nodes, (gpus_per_node - world) // rollout.engine.devices)
             if not nodes:
@@ -441,10 +439,9 @@ def _not_yet(config: BaseConfig, gpus_per_node: int) -> Iterator[Finding]:
             machines = f"the {config.learner.machines} machines of the learner do not reach a loopback address"
             what = f"broker.address: {machines}; name one of the broker's machine, tcp://HOST:PORT"
             yield note("launch", "loopback_broker", what)
-    elif config.rl is not None:
-        devices = config.learner.world_size + config.rollout_nodes * config.rl.rollout.engine.devices
-        if devices > gpus_per_node and is_loopback(config.rl.weights.address):
-            why = f"{devices} devices of learner and rollout nodes are more than one machine of {gpus_per_node} has"
-            needs = "broker.credentials, and weights.transport: relay or weights.network: trusted"
-            what = f"weights.address: {why}, and weights.address is a loopback address; another one needs {needs}"
-            yield note("launch", "loopback_weights", what)
+    elif config.rl is not None and config.devices > gpus_per_node and is_loopback(config.rl.weights.address):
+        roles = f"{config.devices} devices of learner and rollout nodes"
+        why = f"{roles} are more than one machine of {gpus_per_node} has"
+        needs = "broker.credentials, and weights.transport: relay or weights.network: trusted"
+        what = f"weights.address: {why}, and weights.address is a loopback address; another one needs {needs}"
+        yield note("launch", "loopback_weights", what)

@@ -228,6 +228,7 @@ CASES = [  # level, check and code of the one finding on it ('' for none), a che
     ("problem", "transport no_device", lambda c: checks.check_torch(GOOD, of(c, "weights", transport="nccl"))),
     ("problem", "transport no_nccl", lambda c: checks.check_torch(CUDA, of(c, "weights", transport="nccl"))),
     ("warning", "gpus few", lambda c: checks.check_torch(CUDA, of(c, "learner", world_size=4))),
+    ("warning", "gpus few", lambda c: checks.check_torch(CUDA, of(c, "rollout", nodes=1 << 53))),
     ("warning", "cores few", lambda c: checks.check_cores(machine(cores=2), of(c, "rollout", nodes=3))),
     ("warning", "", lambda c: checks.check_cores(GOOD, c)),
     ("warning", "cores few", lambda c: checks.check_cores(GOOD, of(c, "rollout", nodes=1 << 53))),

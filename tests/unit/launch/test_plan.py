@@ -100,7 +100,7 @@ def test_the_configs_of_one_model_each_have_the_fewest_80_gb_cards_and_nccl_wher
         said = " ".join(text_of(page(review), WIDTH).split())
         assert ("with --share-gpus" in said and "one GPU of 80 GB" in said) == (cards == 1)
         if cards > 1:
-            assert sum(config.device_shares.values()) == cards
+            assert config.devices == cards
             assert config.weights.transport == "nccl"
             least = plan.parameters * 18 + engine.weight_bytes  # sharded perfectly, and nothing else
             assert not fits(least / (cards - 1), card), "they fit fewer"
@@ -115,7 +115,7 @@ def test_30b_and_70b_have_the_fewest_80_gb_cards(here: Path) -> None:
         config, plan, cards, card = review.config, review.plan, int(name[-4]), DEVICES["80 GB"]
         assert isinstance(config, Config) and plan is not None and plan.rl is not None
         engine, settings = plan.rl.engine, config.rollout.engine
-        assert fits(plan.fullest.peak, card) and sum(config.device_shares.values()) == cards
+        assert fits(plan.fullest.peak, card) and config.devices == cards
         cache = engine.cache_tokens(card, settings.gpu_memory_utilization)
         assert cache > settings.max_num_seqs * settings.max_model_len
         states = plan.parameters * (2 if config.learner.lora else 18)
@@ -275,8 +275,11 @@ def test_a_config_that_passes_exits_with_0_and_machine_readable(here: Path, caps
     assert found["plan"]["groups"][3]["groups"] == [[0, 1, 2, 3]]
     assert found["plan"]["stages"][0]["peak"] > found["plan"]["stages"][0]["resident"]["parameters"]
     assert len(found["before_launch"]) == 2, "the hub's dataset is not missing"
-    several = make_review("configs/qwen3-0.6b-gsm8k.yaml", ["rollout.nodes=5"]).not_yet
-    assert "loopback" not in str(found) and codes(several) == ["launch loopback_weights"]
+    several = make_review("configs/qwen3-0.6b-gsm8k.yaml", ["rollout.nodes=5", "rollout.engine.tensor_parallel=2"])
+    assert "loopback" not in str(found) and codes(several.not_yet) == ["launch loopback_weights"]
+    assert isinstance(several.config, Config) and several.config.devices == sum(several.config.device_shares.values())
+    assert f"{4 + 5 * 2} devices of learner and" in several.not_yet[0].what
+    assert make_review("configs/qwen3-235b-a22b-sft.yaml", []).config.devices == 64
 
 
 def ask(link: str | None, json: bool = True) -> int:
