@@ -159,7 +159,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         UNSET
     )
     value_explained: Annotated[OptFloat, metric("share of the returns' variance that values explained before")] = UNSET
-    return_mean: Annotated[OptFloat, metric("the critic's target per trained token")] = UNSET
+    return_mean: Annotated[OptFloat, metric("the critic's target per trained token, or turn")] = UNSET
 
 
 class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="evaluation"):

@@ -51,7 +51,7 @@ class RolloutSource(BatchSource):
         self.updates = config.learner.updates
         self.kl_stop = config.learner.loss.kl_stop
         critic = config.learner.critic
-        self.value_loss = None if critic is None else value_loss(critic.value_clip)
+        self.value_loss = None if critic is None else value_loss(critic.value_clip, critic.level)
         self.critic_alone = 0 if critic is None else critic.warmup_steps
         self.config = config
         every = config.evaluation.every

@@ -144,20 +144,20 @@ def critic_figures(result: StepResult | None) -> CriticFigures:
     """From the sums of learner.loss.value_loss.value_loss."""
     if result is None:
         return {}
-    tokens = max(result.loss_tokens, 1)
+    steps = max(result.sums["steps"], 1.0)
 
     def variance(name: str) -> float:
-        return result.sums[f"{name}_squared"] / tokens - (result.sums[name] / tokens) ** 2
+        return result.sums[f"{name}_squared"] / steps - (result.sums[name] / steps) ** 2
 
     spread = variance("returns")
-    varied = spread > max(LEAST_VARIANCE, LEAST_SHARE * result.sums["returns_squared"] / tokens)
+    varied = spread > max(LEAST_VARIANCE, LEAST_SHARE * result.sums["returns_squared"] / steps)
     return {
         "value_loss": result.loss,
         "value_grad_norm": result.grad_norm,
         "value_lr": result.lr,
-        "value_clip_fraction": result.sums["value_clipped"] / tokens,
+        "value_clip_fraction": result.sums["value_clipped"] / max(result.loss_tokens, 1),
         "value_explained": 1.0 - variance("errors") / spread if varied else 0.0,
-        "return_mean": result.sums["returns"] / tokens,
+        "return_mean": result.sums["returns"] / steps,
     }
 
 

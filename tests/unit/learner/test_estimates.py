@@ -107,9 +107,9 @@ def test_a_filler_has_columns_of_zeros() -> None:
 def test_explained_variance_is_that_of_the_returns() -> None:
     returns, values = np.array([1.0, 2.0, 3.0, 6.0]), np.array([1.5, 2.0, 2.0, 5.0])
     errors = returns - values
-    sums = {"returns": returns.sum(), "returns_squared": (returns**2).sum(), "value_clipped": 1.0}
+    sums = {"returns": returns.sum(), "returns_squared": (returns**2).sum(), "value_clipped": 2.0, "steps": 4.0}
     sums |= {"errors": errors.sum(), "errors_squared": (errors**2).sum()}
-    found = critic_figures(replace(NOTHING_TRAINED, loss_tokens=4, sums=sums))
+    found = critic_figures(replace(NOTHING_TRAINED, loss_tokens=8, sums=sums))  # four turns of two tokens
     assert found["value_explained"] == pytest.approx(1 - errors.var() / returns.var())
     assert found["value_clip_fraction"] == 0.25 and found["return_mean"] == 3.0
     still = sums | {"returns": 4.0, "returns_squared": 4.0}

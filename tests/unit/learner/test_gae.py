@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -220,7 +220,7 @@ def test_sums_are_those_of_loss_tokens_and_add_over_microbatches() -> None:
     loss = value_loss(1.0)
     found = loss(values, None, microbatch(mask, frozen, returns))
     assert found.loss_sum.item() == 1.125 + 0.5 + 8.0  # the last one counts as 0
-    wanted = {"value_clipped": 2, "returns": 0, "returns_squared": 24, "errors": -1, "errors_squared": 33}
+    wanted = {"value_clipped": 2, "steps": 3, "returns": 0, "returns_squared": 24, "errors": -1, "errors_squared": 33}
     assert {name: value.item() for name, value in found.sums.items()} == wanted
     assert found.denominator is None, "it is divided by loss tokens"
     halves = [
@@ -229,6 +229,36 @@ def test_sums_are_those_of_loss_tokens_and_add_over_microbatches() -> None:
     ]
     assert sum(half.loss_sum.item() for half in halves) == found.loss_sum.item()
     assert {name: sum(half.sums[name].item() for half in halves) for name in wanted} == wanted
+
+
+packs = st.lists(st.lists(st.tuples(number, number, st.booleans()), min_size=1, max_size=9), min_size=1, max_size=5)
+
+
+@given(places=packs, lam=share, clip=st.sampled_from([None, 0.5]))
+def test_by_turns_every_place_learns_the_turns_return_and_figures_are_those_of_turns(
+    places: list[list[tuple[float, float, bool]]], lam: float, clip: float | None
+) -> None:
+    """Documents end to end in a pack: the first place of each may go on where the last one of the other ended."""
+    masks = [[kept for *_, kept in own] for own in places]
+    frozen = [[value for _, value, _ in own] for own in places]
+    returns = [
+        by_definition([paid for paid, *_ in own], value, mask, "turn", gamma=1.0, lam=lam)[1]
+        for own, value, mask in zip(places, frozen, masks, strict=True)
+    ]
+    whole, target, mask = tensor(*chain(*frozen)), tensor(*chain(*returns)), [*chain(*masks)]
+    positions = torch.cat([torch.arange(len(own)) for own in places])
+    batch = replace(microbatch(mask, whole, target), positions=positions)
+    newer = (whole + 0.25).requires_grad_()
+    out = value_loss(clip, "turn")(newer, None, batch)
+    (gradient,) = torch.autograd.grad(out.loss_sum, newer)
+    torch.testing.assert_close(gradient, torch.where(torch.tensor(mask), newer.detach() - target, 0.0))
+    assert out.denominator is None, "a turn weighs as its tokens"
+    rows = zip(returns, frozen, masks, strict=True)
+    read = [(r[turn[0]], v[turn[0]]) for r, v, own in rows for turn in steps(own, "turn")]
+    wanted = {"steps": len(read), "returns": sum(r for r, _ in read), "returns_squared": sum(r**2 for r, _ in read)}
+    wanted |= {"errors": sum(r - v for r, v in read), "errors_squared": sum((r - v) ** 2 for r, v in read)}
+    for name, value in wanted.items():
+        assert out.sums[name].item() == pytest.approx(value, rel=1e-12, abs=1e-9), name
 
 
 def test_a_filler_has_no_loss_and_sums_of_the_same_names() -> None:

@@ -104,7 +104,8 @@ def test_engines_of_living_nodes_are_summed_up() -> None:
     nodes = [
         node_status("n", alive, kv_cache_usage=x, **engine) for alive, x in ((True, 0.5), (True, 0.75), (False, 1))
     ]
-    critic = result(**dict.fromkeys(("value_clipped", "returns", "returns_squared", "errors", "errors_squared"), 1.0))
+    names = ("value_clipped", "steps", "returns", "returns_squared", "errors", "errors_squared")
+    critic = result(**dict.fromkeys(names, 1.0))
     updates = UpdateFigures(critic=critic)
     step = Step(TrainingBatch(0, [], BatchStatistics()), result(), updates, Times(), Totals(), 1.0)
     others = {"incarnation": 0, "groups_regenerated": 0, "generation_stall_s": 0.0, "transcripts_dropped_total": 0}
