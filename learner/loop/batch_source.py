@@ -4,6 +4,8 @@ The lead rank's source gives a command per turn of the loop, which every rank ob
 sends WAIT about once a second, so that no collective reaches its limit.
 """
 
+from collections.abc import Callable
+
 import msgspec
 
 from common.metrics import SftMetrics, StepMetrics
@@ -88,8 +90,8 @@ class BatchSource:
         """Where the task stream stands, for a checkpoint. Only the lead rank calls it."""
         return StreamState()
 
-    def complete(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """The microbatches with everything that the loss reads. Collective."""
+    def complete(self, microbatches: list[Microbatch], alive: Callable[[], None]) -> list[Microbatch]:
+        """The microbatches with everything that the loss reads; `alive` is called between its passes. Collective."""
         return microbatches
 
     def after_step(self, version: int, batch: TrainingBatch) -> None:

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -88,13 +88,14 @@ class RolloutSource(BatchSource):
         self._canary_tokens = told.canary
         return TrainingBatch(step, [], told.statistics), build_updates(documents, parts, self.config)
 
-    def complete(self, microbatches: list[Microbatch]) -> list[Microbatch]:
+    def complete(self, microbatches: list[Microbatch], alive: Callable[[], None]) -> list[Microbatch]:
         """With the reference model's log-probabilities, a critic's estimates and the batch's marks, where asked for.
 
         Collective.
         """
         if self.config.measures_kl:
             found = self.backend.reference_logprobs(microbatches, self.temperature)
+            alive()
             microbatches = [replace(batch, reference_logprobs=x) for batch, x in zip(microbatches, found, strict=True)]
         critic = self.config.learner.critic
         marks = whole_batch.marks(self.config.learner.loss)
@@ -102,6 +103,7 @@ class RolloutSource(BatchSource):
         if marks or (critic is not None and critic.kl_coefficient):
             frozen = [batch.proximal_logprobs for batch in microbatches if batch.proximal_logprobs is not None]
             begin = frozen or self.backend.logprobs(microbatches, self.temperature)  # every batch has it, or none
+            alive()
         if critic is not None:
             microbatches = self._estimated(microbatches, begin, critic)
         return self._marked(microbatches, begin) if marks else microbatches

@@ -85,7 +85,7 @@ def _completed(
         frozen = backend.logprobs(first, source.temperature)
         alive()
         first = [replace(batch, proximal_logprobs=row) for batch, row in zip(first, frozen, strict=True)]
-    whole = source.complete(first)
+    whole = source.complete(first, alive)
     alive()
     if len(updates) == 1:
         return [replace(updates[0], microbatches=whole)]

@@ -9,6 +9,7 @@ import torch
 
 from common.config.loss_keys import LossConfig
 from common.config.schema import Config
+from common.process.health import LifeSigns
 from learner.backend_protocol import Microbatch
 from learner.loop.rollout_source import RolloutSource
 from learner.loop.share import Cell
@@ -137,7 +138,7 @@ def test_the_first_rank_of_a_replica_sends_its_tokens_and_every_rank_marks_alike
             source.backend = Rank(rank, sent, all_sent)  # type: ignore[assignment]
             source._cells = Rank.cells
             if turn:
-                for batch in source.complete(own[rank]):
+                for batch in source.complete(own[rank], lambda: None):
                     assert batch.marked is not None
                     assert found.setdefault(batch.numbers[0], batch.marked.tolist()) == batch.marked.tolist()
             else:
@@ -147,6 +148,36 @@ def test_the_first_rank_of_a_replica_sends_its_tokens_and_every_rank_marks_alike
         if turn:
             assert sent[1] == b"" and sent[0] and sent[2]
     assert found == marked(MOMENT, [[(0, 1, 2, 3, 4, 5)]])
+
+
+class Slow(Rank):
+    """Every pass takes most of the time after which a probe would end the process; a critic makes one, too."""
+
+    def __init__(self, signs: LifeSigns, clock: list[float]) -> None:
+        super().__init__(0, {}, [])
+        self.signs, self.clock, self.critic, self.seen = signs, clock, self, list[int]()
+
+    def logprobs(self, microbatches: list[Microbatch], temperature: float) -> list[torch.Tensor]:
+        self.clock[0] += 400.0
+        self.seen.append(self.signs.answer("/healthz")[0])
+        return super().logprobs(microbatches, temperature)
+
+    reference_logprobs = logprobs
+
+    def values(self, microbatches: list[Microbatch]) -> list[torch.Tensor]:
+        return self.logprobs(microbatches, 1.0)
+
+
+def test_each_pass_before_an_update_may_take_as_long_as_an_update(make_config: Callable[..., Config]) -> None:
+    config = make_config(learner={"critic": {"kl_coefficient": 0.1}, "loss": {"advantage": "gae"}})
+    clock = [0.0]
+    signs = LifeSigns(600.0, clock=lambda: clock[0])
+    signs.show("training", True)
+    source, slow = RolloutSource(config), Slow(signs, clock)
+    source.backend = slow  # type: ignore[assignment]
+    source._cells = []
+    source.complete([numbered(CASE.parts()[0], (0,))], lambda: signs.show("training", True))
+    assert slow.seen == [200, 200, 200], "reference, policy and critic"
 
 
 @pytest.mark.parametrize("name", LOSSES)
