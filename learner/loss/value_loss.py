@@ -3,9 +3,9 @@
     loss = mean over loss tokens of 1/2 max((V - R)^2, (V_clipped - R)^2)
     V_clipped = clamp(V, V_frozen - clip, V_frozen + clip)
 
-With turns as steps, every place of a turn learns the turn's return. The best value of a place is the mean of that
-return given the tokens before it, so other places do not bias the first one. Advantages and figures read the first one
-alone. A turn counts once for each of its tokens, as it does in the policy's loss.
+With turns as steps, every place of a turn learns the turn's return. The loss of a place is least at the mean of that
+return given the tokens before it, whatever other places learn. Advantages and figures read the first one alone. A turn
+counts once for each of its tokens, as it does in the policy's loss.
 
 V_frozen is the value before the batch's first update. The bound is that of OpenAI's Baselines, ppo2. Engstrom et al.,
 Implementation Matters in Deep Policy Gradients (arXiv 2005.12729), section 3, describe it. A value that has moved by
@@ -36,10 +36,10 @@ def clipped_squares(values: Tensor, frozen: Tensor, returns: Tensor, clip: float
 def value_loss(clip: float | None, level: str = "token") -> LossFunction:
     """The loss of values [T] in the place of log-probabilities; the microbatch has `values`, V_frozen, and `returns`.
 
-    A filler has neither, and no loss. `value_clipped` is a sum over loss tokens. The others are over steps, which
-    are loss tokens or turns (CriticConfig's `level`). They are the number `steps`, `returns`, `returns_squared`, and of
-    errors = returns - V_frozen `errors` and `errors_squared`. With variances over the batch, 1 - Var(errors) / Var(returns) is
-    the share of the returns' variance that the critic explained before it trained on them.
+    A filler has neither, and no loss. `value_clipped` is a sum over loss tokens. The others are over steps, which are
+    loss tokens or turns (CriticConfig's `level`). They are the number `steps`, `returns`, `returns_squared`, and of
+    errors = returns - V_frozen `errors` and `errors_squared`. With variances over the batch, 1 - Var(errors) /
+    Var(returns) is the share of the returns' variance that the critic explained before it trained on them.
     """
     return partial(_value_loss, clip, level)
 
