@@ -32,12 +32,11 @@ def run(arguments: Sequence[str]) -> int:
     import learner.megatron.backend  # noqa: F401  (takes seconds, and prepares for megatron)
     from learner.megatron import parallel
     from learner.megatron.conversion.convert import convert
-    from learner.megatron.conversion.hf_folder import stored_bytes
+    from learner.megatron.conversion.hf_folder import staging_of, stored_bytes
 
     parallel.initialize(ParallelConfig(), seed=0, timeout_s=LearnerConfig().timeout_s)
-    staging = words.out.with_name(f".{words.out.name}.partial")  # learner.megatron.conversion.hf_folder.new_folder
     try:
-        with growing(staging / WEIGHTS, stored_bytes(words.model), "convert"):
+        with growing(staging_of(words.out) / WEIGHTS, stored_bytes(words.model), "convert"):
             convert(words.model, words.out, checked=not words.no_verify)
     except OSError as error:
         raise SlipstreamError(f"{words.out} could not be written: {error}") from error

@@ -131,10 +131,15 @@ def copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
+def staging_of(path: Path) -> Path:
+    """Where the new folder `path` is until it is complete."""
+    return path.with_name(f".{path.name}.partial")
+
+
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """An empty staging folder, which takes the place of `path` when its content is on the disk."""
-    staging = path.with_name(f".{path.name}.partial")
+    staging = staging_of(path)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:

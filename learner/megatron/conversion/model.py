@@ -188,10 +188,11 @@ def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig, reco
         provider.overlap_p2p_comm = True
         provider.batch_p2p_comm = False
         provider.deallocate_pipeline_outputs = False
-    for name in () if compat.fused() else _FUSED_ONLY:
+    fused = compat.fused()
+    for name in () if fused else _FUSED_ONLY:
         if hasattr(provider, name):
             setattr(provider, name, False)
-    if not compat.fused() or find_spec(_APEX) is None:  # DeepSeek's bridge asks for it all the same
+    if not fused or find_spec(_APEX) is None:  # DeepSeek's bridge asks for it all the same
         setattr(provider, _ACCUMULATION, False)
     spec = provider.transformer_layer_spec
     if isinstance(spec, functools.partial) and "use_transformer_engine" in spec.keywords:
