@@ -1,4 +1,4 @@
-"""What the checks of a certificate read: the tensors of all ranks, of which none hides another's."""
+"""The tensors of all ranks, as the checks of a certificate read them: no rank hides another's error."""
 
 import math
 from pathlib import Path
