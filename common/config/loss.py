@@ -53,6 +53,10 @@ OPTIONS: dict[str, dict[str, Bounds]] = {
 }
 DEFAULT_K = 4.0  # samples of one draw in pass_at_k
 MARKING = ("clip_cov", "kl_cov", "m2po")  # they see the whole batch; learner/loss/whole_batch.py
+# estimator -> why tasks.truncated: penalized does not go with it
+UNPENALIZED = {
+    "maxrl": "it divides by the mean of a group's rewards, which the penalty brings near 0",
+}
 MARK_OPTIONS = ("share", "least", "most", "moment")  # those of their options that say which tokens are marked
 OVER_THE_BATCH = ("reinforce_pp", "gdpo", "gae")  # estimators by which a group of equal rewards may have advantages
 OF_ONE = ("reinforce_pp", "gae")  # estimators by which a sample alone in its group may have an advantage
@@ -149,6 +153,9 @@ def advantage_problems(at: str, config: Config) -> Iterator[Problem]:
     key = f"{at}.advantage_options"
     options = loss.advantage_options
     yield from option_problems(key, loss.advantage, options)
+    if config.tasks.truncated == "penalized" and (why := UNPENALIZED.get(loss.advantage)):
+        expected = "another estimator with tasks.truncated: penalized"
+        yield Problem(f"{at}.advantage", expected, loss.advantage, f"{why}; docs/rewards.md has the other values")
     size = config.rollout.group_size
     if loss.advantage == "pass_at_k" and not 1 <= (k := options.get("k", DEFAULT_K)) <= size - 1:
         hint = "k of all the samples of a group succeed as soon as one does, so nothing would be compared"

@@ -73,6 +73,7 @@ learner: {loss: {advantage: pass_at_k, advantage_options: {k: 8}}} | learner.los
 learner: {loss: {advantage: pass_at_k, advantage_options: {k: 2.5}}} | learner.loss.advantage_options | found 2.5
 learner: {loss: {advantage: gdpo}} | learner.loss.advantage_options | names of the rewards
 learner: {loss: {advantage: gdpo, advantage_options: {a: 0}}} | learner.loss.advantage_options | some not 0
+{tasks: {truncated: penalized}, learner: {loss: {advantage: maxrl}}} | learner.loss.advantage | near 0
 learner: {dynamic_sampling: true, loss: {advantage: gdpo, advantage_options: {a: 1}}} | learner.dynamic_sampling | gdpo
 learner: {loss: {proximal: behavior, correction: 'm:f'}} | learner.loss.correction | every weight is 1
 learner: {loss: {correction: none, correction_cap: 2.0}} | learner.loss.correction_cap | correction: none
