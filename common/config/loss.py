@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from common.config.loss_keys import LossConfig
 from common.config.schema import Config
+from common.config.tasks import PENALTY
 from common.errors import Problem, meant
 
 UNCORRECTED = "every weight is 1 then; clip_low and clip_high bound the whole way from the sampler's policy"
@@ -56,6 +57,7 @@ MARKING = ("clip_cov", "kl_cov", "m2po")  # they see the whole batch; learner/lo
 # estimator -> why tasks.truncated: penalized does not go with it
 UNPENALIZED = {
     "maxrl": "it divides by the mean of a group's rewards, which the penalty brings near 0",
+    "pass_at_k": "a right answer with a penalty would count as a failure",
 }
 MARK_OPTIONS = ("share", "least", "most", "moment")  # those of their options that say which tokens are marked
 OVER_THE_BATCH = ("reinforce_pp", "gdpo", "gae")  # estimators by which a group of equal rewards may have advantages
@@ -172,6 +174,10 @@ def _gdpo(key: str, config: Config) -> Iterator[Problem]:
     page = "docs/algorithms.md"
     if not any(weights.values()):
         yield Problem(key, "the names of the rewards with their weights, some not 0, for gdpo", "none", page)
+    if config.tasks.truncated == "penalized" and weights.get(PENALTY, 0) <= 0:
+        hint = "gdpo sees the rewards that it names alone, so the penalty would have no effect"
+        expected = f"{PENALTY} with a weight above 0, for gdpo with tasks.truncated: penalized"
+        yield Problem(key, expected, f"{weights.get(PENALTY, 'none')}", hint)
     known = _reward_names(config)
     for name in weights:
         if known is not None and name not in known:
@@ -179,11 +185,11 @@ def _gdpo(key: str, config: Config) -> Iterator[Problem]:
 
 
 def _reward_names(config: Config) -> set[str] | None:
-    """The names that tasks.reward gives to the numbers of a sample; None where only the environment knows them."""
+    """The names of the numbers of a sample; None where only the environment knows them."""
     reward = config.tasks.reward
     if reward is None or isinstance(reward, str):
         return None
-    names = set[str]()
+    names = {PENALTY} if config.tasks.truncated == "penalized" else set[str]()
     for entry in reward:
         own = entry.name or (entry.function or entry.scorer or "").rpartition(":")[2]
         several = entry.weight if isinstance(entry.weight, dict) else None

@@ -74,6 +74,7 @@ learner: {loss: {advantage: pass_at_k, advantage_options: {k: 2.5}}} | learner.l
 learner: {loss: {advantage: gdpo}} | learner.loss.advantage_options | names of the rewards
 learner: {loss: {advantage: gdpo, advantage_options: {a: 0}}} | learner.loss.advantage_options | some not 0
 {tasks: {truncated: penalized}, learner: {loss: {advantage: maxrl}}} | learner.loss.advantage | near 0
+{tasks: {truncated: penalized}, learner: {loss: {advantage: pass_at_k}}} | learner.loss.advantage | as a failure
 learner: {dynamic_sampling: true, loss: {advantage: gdpo, advantage_options: {a: 1}}} | learner.dynamic_sampling | gdpo
 learner: {loss: {proximal: behavior, correction: 'm:f'}} | learner.loss.correction | every weight is 1
 learner: {loss: {correction: none, correction_cap: 2.0}} | learner.loss.correction_cap | correction: none
@@ -353,14 +354,18 @@ def test_gdpo_knows_the_rewards_of_the_job_and_names_the_nearest(folder):
         {"function": "rewards:several", "weight": {"a": 1.0, "b": 0.5}, "name": "judged"},
     ]
 
-    def job_with(**weights):
-        tasks = {"environment": None, "reward": reward, "prompt": "{question}"}
+    def job_with(truncated="counted", **weights):
+        tasks = {"environment": None, "reward": reward, "prompt": "{question}", "truncated": truncated}
         loss = {"advantage": "gdpo", "advantage_options": weights}
         return job(folder, tasks=tasks, learner={"loss": loss})
 
     assert not [p for p in problems(job_with(**{"right": 1.0, "form": 0.5, "judged/a": 1.0})) if "loss" in p.key]
     refused(job_with(right=1.0, judged=1.0), "learner.loss.advantage_options", "found judged")
     refused(job_with(rihgt=1.0), "learner.loss.advantage_options", "did you mean 'right'")
+    assert not [p for p in problems(job_with("penalized", right=1.0, overlong_penalty=0.5)) if "loss" in p.key]
+    refused(job_with("penalized", right=1.0), "learner.loss.advantage_options", "overlong_penalty", "found none")
+    refused(job_with("penalized", right=1.0, overlong_penalty=-1), "learner.loss.advantage_options", "above 0", "-1")
+    refused(job_with(right=1.0, overlong_penalty=1), "learner.loss.advantage_options", "found overlong_penalty")
 
 
 def test_groups_of_equal_rewards_are_not_left_out_where_they_carry_signal(folder):
