@@ -14,7 +14,7 @@ from common.errors import Problem, meant
 UNCORRECTED = "every weight is 1 then; clip_low and clip_high bound the whole way from the sampler's policy"
 UNMOVED = "under proximal: recompute no token has moved when the batch begins"
 NO_BOUND = (1.0, 1e3)  # no ratio is below 1 - 1, and one above 1,001 is no longer a matter of clipping
-NEVER_STOPS = {"cispo", "kl_cov", "m2po"}  # objectives whose bound leaves every token its gradient
+NEVER_STOPS = {"kl_cov", "m2po"}  # objectives under which a token that has moved far keeps its gradient r A
 
 Bounds = tuple[float, float]
 
@@ -211,9 +211,10 @@ def update_problems(config: Config) -> Iterator[Problem]:
         yield Problem("learner.loss.proximal", expected, hint=hint)
     low, high = clip_bounds(loss)
     free = loss.objective in NEVER_STOPS or (low >= NO_BOUND[0] and high >= NO_BOUND[1])
-    if learner.epochs > 1 and loss.proximal == "behavior" and free:
-        expected = f"1 with proximal: behavior, objective: {loss.objective} and bounds that take no token's gradient"
-        hint = "each epoch would push the same tokens further: use another objective or bounds, or proximal: recompute"
+    free = free or (loss.objective == "cispo" and loss.proximal == "behavior")  # else its capped ratio begins at 1
+    if learner.epochs > 1 and free and loss.kl_stop is None:
+        expected = f"1 with objective: {loss.objective}, these bounds, and no learner.loss.kl_stop"
+        hint = "no token loses its gradient, so each epoch would push the same ones further; minibatches do not"
         yield Problem("learner.epochs", expected, hint=hint)
     if loss.kl_stop is not None and learner.updates == 1:
         hint = "learner.epochs and learner.minibatches are 1, so no update is left to leave out"

@@ -93,6 +93,9 @@ learner: {minibatches: 17} | learner.minibatches | at most learner.groups_per_st
 {learner: {epochs: 2, loss: {proximal: behavior, objective: cispo}}} | learner.epochs | objective: cispo
 {learner: {epochs: 2, loss: {proximal: behavior, objective: m2po}}} | learner.epochs | objective: m2po
 {learner: {epochs: 2, loss: {proximal: behavior, clip_low: 1, clip_high: 1000000}}} | learner.epochs | expected 1 with
+{learner: {epochs: 4, loss: {proximal: loglinear, objective: m2po}}} | learner.epochs | objective: m2po
+{learner: {epochs: 4, loss: {objective: kl_cov}}} | learner.epochs | kl_stop
+{learner: {epochs: 4, loss: {proximal: loglinear, clip_low: 1, clip_high: 1000}}} | learner.epochs | expected 1 with
 {learner: {loss: {kl_stop: 0.1}}} | learner.loss.kl_stop | unset with one update per batch
 {learner: {epochs: 2, minibatches: 2}, staleness: {max_updates: 2}} | staleness.max_updates | at least 3
 {weights: {publish_every: 4}, staleness: {max: 2}} | weights.publish_every | staleness.max + 1 = 3
@@ -135,6 +138,8 @@ learner: {loss: {correction: mis, correction_level: geometric, correction_low: 0
 {learner: {epochs: 2, loss: {proximal: behavior, clip_low: 1}}}
 {learner: {minibatches: 2, loss: {proximal: behavior, objective: cispo}}}
 {learner: {epochs: 2, loss: {objective: cispo}}}
+{learner: {epochs: 2, loss: {objective: kl_cov, kl_stop: 0.02}}}
+{learner: {minibatches: 4, loss: {clip_low: 1, clip_high: 1000000}}}
 weights: {buffers: device, transport: nccl}
 broker: {address: 'tcp://127.0.0.1:0'}
 broker: {address: 'tcp://localhost:5555'}
