@@ -9,7 +9,7 @@ from common.process.versions import COMPUTING, INSTALL_BRIDGE, versions
 from tests.rigs.configs import HEAVY, imported_by, write_distribution
 from tests.rigs.processes import ROOT
 
-# What the rooms that compute import of common.config without a certificate being about it.
+# Modules of common.config that the rooms which compute import, and why no certificate is about them.
 NOT_PROVEN = {
     "converted": "the manifest of a converted folder; certify reads no such folder",
     "critic": "the critic is not proven",
