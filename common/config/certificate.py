@@ -114,6 +114,8 @@ def covered(config: BaseConfig, document: Mapping[str, object]) -> dict[str, Any
         loss = msgspec.structs.replace(job.learner.loss, reference=None, kl_stop=None)
         found |= {"loss": _given(loss), "several_updates": learner.updates > 1}
         found |= {"temperature": job.rollout.temperature, "max_tokens": job.rollout.max_tokens}
+        if job.tasks.sources:
+            found["kl_coefficients"] = sorted({source.learner.loss.kl_coefficient for source in job.sources.values()})
     if learner.value_model is not None:  # not proven; the first line of a job says so
         found["critic"] = _given(learner.value_model)
     return msgspec.json.decode(msgspec.json.encode(found), type=dict[str, Any])

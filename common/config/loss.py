@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 
 from common.config.loss_keys import LossConfig
 from common.config.schema import Config
+from common.config.tasks import PENALTY
 from common.errors import Problem, meant
 
 UNCORRECTED = "every weight is 1 then; clip_low and clip_high bound the whole way from the sampler's policy"
 UNMOVED = "under proximal: recompute no token has moved when the batch begins"
 NO_BOUND = (1.0, 1e3)  # no ratio is below 1 - 1, and one above 1,001 is no longer a matter of clipping
-NEVER_STOPS = {"cispo", "kl_cov", "m2po"}  # objectives whose bound leaves every token its gradient
+NEVER_STOPS = {"kl_cov", "m2po"}  # objectives under which a token that has moved far keeps its gradient r A
 
 Bounds = tuple[float, float]
 
@@ -53,6 +54,11 @@ OPTIONS: dict[str, dict[str, Bounds]] = {
 }
 DEFAULT_K = 4.0  # samples of one draw in pass_at_k
 MARKING = ("clip_cov", "kl_cov", "m2po")  # they see the whole batch; learner/loss/whole_batch.py
+# estimator -> why tasks.truncated: penalized does not go with it
+UNPENALIZED = {
+    "maxrl": "it divides by the mean of a group's rewards, which the penalty brings near 0",
+    "pass_at_k": "a right answer with a penalty would count as a failure",
+}
 MARK_OPTIONS = ("share", "least", "most", "moment")  # those of their options that say which tokens are marked
 OVER_THE_BATCH = ("reinforce_pp", "gdpo", "gae")  # estimators by which a group of equal rewards may have advantages
 OF_ONE = ("reinforce_pp", "gae")  # estimators by which a sample alone in its group may have an advantage
@@ -149,6 +155,9 @@ def advantage_problems(at: str, config: Config) -> Iterator[Problem]:
     key = f"{at}.advantage_options"
     options = loss.advantage_options
     yield from option_problems(key, loss.advantage, options)
+    if config.tasks.truncated == "penalized" and (why := UNPENALIZED.get(loss.advantage)):
+        expected = "another estimator with tasks.truncated: penalized"
+        yield Problem(f"{at}.advantage", expected, loss.advantage, f"{why}; docs/rewards.md has the other values")
     size = config.rollout.group_size
     if loss.advantage == "pass_at_k" and not 1 <= (k := options.get("k", DEFAULT_K)) <= size - 1:
         hint = "k of all the samples of a group succeed as soon as one does, so nothing would be compared"
@@ -165,6 +174,10 @@ def _gdpo(key: str, config: Config) -> Iterator[Problem]:
     page = "docs/algorithms.md"
     if not any(weights.values()):
         yield Problem(key, "the names of the rewards with their weights, some not 0, for gdpo", "none", page)
+    if config.tasks.truncated == "penalized" and weights.get(PENALTY, 0) <= 0:
+        hint = "gdpo sees the rewards that it names alone, so the penalty would have no effect"
+        expected = f"{PENALTY} with a weight above 0, for gdpo with tasks.truncated: penalized"
+        yield Problem(key, expected, f"{weights.get(PENALTY, 'none')}", hint)
     known = _reward_names(config)
     for name in weights:
         if known is not None and name not in known:
@@ -172,11 +185,11 @@ def _gdpo(key: str, config: Config) -> Iterator[Problem]:
 
 
 def _reward_names(config: Config) -> set[str] | None:
-    """The names that tasks.reward gives to the numbers of a sample; None where only the environment knows them."""
+    """The names of the numbers of a sample; None where only the environment knows them."""
     reward = config.tasks.reward
     if reward is None or isinstance(reward, str):
         return None
-    names = set[str]()
+    names = {PENALTY} if config.tasks.truncated == "penalized" else set[str]()
     for entry in reward:
         own = entry.name or (entry.function or entry.scorer or "").rpartition(":")[2]
         several = entry.weight if isinstance(entry.weight, dict) else None
@@ -198,9 +211,10 @@ def update_problems(config: Config) -> Iterator[Problem]:
         yield Problem("learner.loss.proximal", expected, hint=hint)
     low, high = clip_bounds(loss)
     free = loss.objective in NEVER_STOPS or (low >= NO_BOUND[0] and high >= NO_BOUND[1])
-    if learner.epochs > 1 and loss.proximal == "behavior" and free:
-        expected = f"1 with proximal: behavior, objective: {loss.objective} and bounds that take no token's gradient"
-        hint = "each epoch would push the same tokens further: use another objective or bounds, or proximal: recompute"
+    free = free or (loss.objective == "cispo" and loss.proximal == "behavior")  # else its capped ratio begins at 1
+    if learner.epochs > 1 and free and loss.kl_stop is None:
+        expected = f"1 with objective: {loss.objective}, these bounds, and no learner.loss.kl_stop"
+        hint = "no token loses its gradient, so each epoch would push the same ones further; minibatches do not"
         yield Problem("learner.epochs", expected, hint=hint)
     if loss.kl_stop is not None and learner.updates == 1:
         hint = "learner.epochs and learner.minibatches are 1, so no update is left to leave out"

@@ -29,6 +29,7 @@ from common.json_lines import dataset_rows
 AGENT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 Role = Literal["system", "user", "assistant", "tool"]
 SOURCE_NAME = re.compile(r"[A-Za-z][\w-]{0,63}")  # the wire has room for 256
+PENALTY = "overlong_penalty"  # metric of tasks.truncated: penalized
 DEFAULT_BUFFER_SHARE = 5  # overlong_buffer_tokens is this part of rollout.max_tokens, as in DAPO
 
 

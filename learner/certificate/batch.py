@@ -14,6 +14,7 @@ from learner.loss.losses import cross_entropy, policy_loss
 LENGTHS = ((40, 3, 17), (1, 33, 16, 5), (29,), (8, 8, 31, 12, 2))  # places of the documents of each pack
 SEED = 100
 NOISE = 0.3  # nats between the policies that sampled, train and refer
+TEMPERATURES = (0.0, 0.5, 1.3)  # 0: the job's
 MARKED = UNROUTED = 0.2  # shares of the tokens
 
 
@@ -47,11 +48,21 @@ def given(batches: Sequence[Microbatch], columns: dict[str, Tensor]) -> list[Mic
     return [replace(pack, **dict(zip(columns, part, strict=True))) for pack, part in zip(batches, rows, strict=True)]
 
 
+def temperatures(config: BaseConfig) -> dict[str, Tensor]:
+    """The column of the tokens' own temperatures; an agent names them, except beside a teacher, which knows none."""
+    if config.rl is None or config.rl.learner.loss.distillation is not None:
+        return {}
+    random = torch.Generator().manual_seed(6)
+    drawn = torch.randint(0, len(TEMPERATURES), (sum(map(sum, LENGTHS)),), generator=random)
+    return {"temperatures": torch.tensor(TEMPERATURES)[drawn]}
+
+
 def columns(config: BaseConfig, distributions: Tensor, routing: tuple[int, int, int] | None) -> dict[str, Tensor]:
     """[T, ...] columns of all packs: log-probabilities of other policies, advantages, ages, experts.
 
-    `distributions`: [T, vocabulary] log-probabilities of the policy. `routing`: (MoE layers, experts, experts per
-    token) of a model with experts. The same each time.
+    `distributions`: [T, vocabulary] log-probabilities of the policy, at each token's temperature. `routing`: (MoE
+    layers, experts, experts per token) of a model with experts. The same each time. Documents belong to the job's
+    sources in turn.
     """
     batches = packs(SEED, distributions.shape[1])
     random = torch.Generator().manual_seed(5)
@@ -72,8 +83,11 @@ def columns(config: BaseConfig, distributions: Tensor, routing: tuple[int, int, 
     loss = job.learner.loss
     if job.learner.updates > 1:
         found["proximal_logprobs"] = near(NOISE / 2)
-    if loss.kl_coefficient:
+    if job.measures_kl:
         found["reference_logprobs"] = near()
+    if job.tasks.sources:
+        own = torch.tensor([source.learner.loss.kl_coefficient for source in job.sources.values()])
+        found["kl_coefficients"] = own[torch.arange(len(lengths)) % len(own)].repeat_interleave(lengths)
     if loss.objective in MARKING:
         found["marked"] = torch.rand(count, generator=random) < MARKED
     if loss.distillation is not None:

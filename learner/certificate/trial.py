@@ -61,12 +61,11 @@ def prepare(folder: Path, config: BaseConfig, source: Path) -> None:
     model = tiny_model.new_model(miniature(source, folded))
     model.save_pretrained(folder / "model")
     (folder / "job.yaml").write_text(dump_yaml(_job(config, folder, folded)))
+    own = batch.temperatures(config)
+    packs = batch.given(batch.packs(batch.SEED, model.config.vocab_size), own)
     with torch.no_grad():
-        rows = [
-            reference.distributions(model, pack, batch.temperature_of(config))
-            for pack in batch.packs(batch.SEED, model.config.vocab_size)
-        ]
-    columns = batch.columns(config, torch.cat(rows), _routing(model))
+        rows = [reference.distributions(model, pack, batch.temperature_of(config)) for pack in packs]
+    columns = own | batch.columns(config, torch.cat(rows), _routing(model))
     save_file({name: column.contiguous() for name, column in columns.items()}, folder / COLUMNS)
 
 

@@ -16,6 +16,7 @@ from learner.loss.types import AdvantageEstimator, GroupRewards
 
 STD_EPS = 1e-6
 GDPO_EPS = 1e-4  # as in TRL
+ROUNDING = 1e-9
 
 
 def grpo(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
@@ -65,7 +66,8 @@ def maxrl(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
     """A_i = (r_i - mean(r)) / mean(r) over the sample's group; 0 where the mean is not above 0.
 
     Maximum Likelihood Reinforcement Learning (arXiv 2602.02710). With rewards of 0 and 1 it estimates the gradient of
-    the log of the success rate, from the successes alone. So hard prompts count most. Rewards must not be negative.
+    the log of the success rate, from the successes alone. So hard prompts count most. With rewards from 0 on no
+    advantage exceeds n - 1. Raises UsageError for a negative one.
     """
     return [_within(group, _over_mean) for group in groups]
 
@@ -108,7 +110,11 @@ def gae(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
 
 
 def _over_mean(kept: np.ndarray) -> np.ndarray:
-    """[n] advantages of maxrl."""
+    """[n] advantages of maxrl. A sum of turns' rewards may be rounded to a little less than 0."""
+    if (least := kept.min()) < -ROUNDING:
+        hint = "it divides by the mean of a group's rewards, so none may be negative; docs/algorithms.md"
+        raise UsageError(f"learner.loss.advantage: maxrl, but a sample has the reward {least:g}; {hint}")
+    kept = kept.clip(min=0.0)
     mean = kept.mean()
     return (kept - mean) / mean if mean > 0 else np.zeros(len(kept))
 

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
+from common.config.tasks import PENALTY
 from common.rollouts import Sample
 from common.span_buffer import SPANS
 from rollout_fleet.environments.isolation.backend import (
@@ -32,7 +33,7 @@ from rollout_fleet.environments.protocol import Action, Budget, Chat, Limits, Ob
 from rollout_fleet.environments.reward_library import soft_overlong
 from rollout_fleet.episode.rendering import Renderer, parse_turn, tool_format
 from rollout_fleet.episode.sampler_protocol import Generation, Sampler
-from rollout_fleet.episode.token_record import PENALTY, TokenRecord
+from rollout_fleet.episode.token_record import TokenRecord
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from common.config.tasks import PENALTY
 from common.rollouts import Branch, Sample, TemperatureRun, VersionRun
 from common.wire_types import Array
 from rollout_fleet.environments.protocol import StopReason
 from rollout_fleet.episode.sampler_protocol import Generation, Session
-
-PENALTY = "overlong_penalty"  # metric of tasks.truncated: penalized
 
 
 @dataclass

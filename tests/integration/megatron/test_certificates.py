@@ -25,7 +25,7 @@ from common.config.schema import (
     SftLearnerConfig,
 )
 from common.config.scorers import ScorerConfig
-from common.config.tasks import SftTasksConfig, TasksConfig
+from common.config.tasks import SftTasksConfig, SourceConfig, TasksConfig
 from learner.certificate.checks import CHECKS, Evidence
 from learner.certificate.rank import measure
 from learner.certificate.trial import LAYOUT, Trial, prepare, trial_of, trials
@@ -44,6 +44,7 @@ class Case:
     world: int = 1
     dtype: str = "float32"
     sft: bool = False
+    kl: dict[str, float] = field(default_factory=dict)  # KL coefficients of tasks.sources
 
     @property
     def config(self) -> BaseConfig:
@@ -52,7 +53,9 @@ class Case:
         given = {"world_size": self.world, "parallel": ParallelConfig(**self.parallel), **self.learner}
         if self.sft:
             return SftConfig(run=run, model=model, tasks=SftTasksConfig(dataset="n"), learner=SftLearnerConfig(**given))
-        tasks = TasksConfig(environment="none", dataset="none")
+        own = {"environment": "none", "dataset": "none"}
+        sources = {name: SourceConfig(**own, kl_coefficient=coefficient) for name, coefficient in self.kl.items()}
+        tasks = TasksConfig(sources=sources) if sources else TasksConfig(**own)
         scorers = {"t": ScorerConfig(kind="teacher", url="http://127.0.0.1:1", model="t")}
         job = Config(run=run, model=model, tasks=tasks, learner=LearnerConfig(**given))
         return job if job.learner.loss.distillation is None else msgspec.structs.replace(job, scorers=scorers)
@@ -66,7 +69,7 @@ STUDENT = LossConfig(correction="mis", reduction="sequence_mean", kl_coefficient
 AGAIN = MemoryConfig(recompute="full", offload_gradients=True)
 JOBS = {
     "adapters": Case("tied", {"tensor": 2, "pipeline": 2}, {"lora": LoraConfig(rank=4)}, 4, "bfloat16"),
-    "several updates": Case("untied", {"context": 2}, UPDATES, 2),
+    "several updates": Case("untied", {"context": 2}, UPDATES, 2, kl={"a": 0.05, "b": 0.2, "c": 0.0}),
     "teacher": Case("llama", {}, {"loss": STUDENT, "memory": AGAIN}, 2),
     "routed": Case("deepseek-v3", {"pipeline": 2, "expert": 2}, {"moe": BOTH}, 4),
     "balanced": Case("mixtral", {"expert": 2}, {"moe": MoeConfig(balance="aux_loss", balance_rate=0.3)}, 2, sft=True),

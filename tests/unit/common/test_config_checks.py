@@ -73,6 +73,8 @@ learner: {loss: {advantage: pass_at_k, advantage_options: {k: 8}}} | learner.los
 learner: {loss: {advantage: pass_at_k, advantage_options: {k: 2.5}}} | learner.loss.advantage_options | found 2.5
 learner: {loss: {advantage: gdpo}} | learner.loss.advantage_options | names of the rewards
 learner: {loss: {advantage: gdpo, advantage_options: {a: 0}}} | learner.loss.advantage_options | some not 0
+{tasks: {truncated: penalized}, learner: {loss: {advantage: maxrl}}} | learner.loss.advantage | near 0
+{tasks: {truncated: penalized}, learner: {loss: {advantage: pass_at_k}}} | learner.loss.advantage | as a failure
 learner: {dynamic_sampling: true, loss: {advantage: gdpo, advantage_options: {a: 1}}} | learner.dynamic_sampling | gdpo
 learner: {loss: {proximal: behavior, correction: 'm:f'}} | learner.loss.correction | every weight is 1
 learner: {loss: {correction: none, correction_cap: 2.0}} | learner.loss.correction_cap | correction: none
@@ -91,6 +93,9 @@ learner: {minibatches: 17} | learner.minibatches | at most learner.groups_per_st
 {learner: {epochs: 2, loss: {proximal: behavior, objective: cispo}}} | learner.epochs | objective: cispo
 {learner: {epochs: 2, loss: {proximal: behavior, objective: m2po}}} | learner.epochs | objective: m2po
 {learner: {epochs: 2, loss: {proximal: behavior, clip_low: 1, clip_high: 1000000}}} | learner.epochs | expected 1 with
+{learner: {epochs: 4, loss: {proximal: loglinear, objective: m2po}}} | learner.epochs | objective: m2po
+{learner: {epochs: 4, loss: {objective: kl_cov}}} | learner.epochs | kl_stop
+{learner: {epochs: 4, loss: {proximal: loglinear, clip_low: 1, clip_high: 1000}}} | learner.epochs | expected 1 with
 {learner: {loss: {kl_stop: 0.1}}} | learner.loss.kl_stop | unset with one update per batch
 {learner: {epochs: 2, minibatches: 2}, staleness: {max_updates: 2}} | staleness.max_updates | at least 3
 {weights: {publish_every: 4}, staleness: {max: 2}} | weights.publish_every | staleness.max + 1 = 3
@@ -133,6 +138,8 @@ learner: {loss: {correction: mis, correction_level: geometric, correction_low: 0
 {learner: {epochs: 2, loss: {proximal: behavior, clip_low: 1}}}
 {learner: {minibatches: 2, loss: {proximal: behavior, objective: cispo}}}
 {learner: {epochs: 2, loss: {objective: cispo}}}
+{learner: {epochs: 2, loss: {objective: kl_cov, kl_stop: 0.02}}}
+{learner: {minibatches: 4, loss: {clip_low: 1, clip_high: 1000000}}}
 weights: {buffers: device, transport: nccl}
 broker: {address: 'tcp://127.0.0.1:0'}
 broker: {address: 'tcp://localhost:5555'}
@@ -352,14 +359,18 @@ def test_gdpo_knows_the_rewards_of_the_job_and_names_the_nearest(folder):
         {"function": "rewards:several", "weight": {"a": 1.0, "b": 0.5}, "name": "judged"},
     ]
 
-    def job_with(**weights):
-        tasks = {"environment": None, "reward": reward, "prompt": "{question}"}
+    def job_with(truncated="counted", **weights):
+        tasks = {"environment": None, "reward": reward, "prompt": "{question}", "truncated": truncated}
         loss = {"advantage": "gdpo", "advantage_options": weights}
         return job(folder, tasks=tasks, learner={"loss": loss})
 
     assert not [p for p in problems(job_with(**{"right": 1.0, "form": 0.5, "judged/a": 1.0})) if "loss" in p.key]
     refused(job_with(right=1.0, judged=1.0), "learner.loss.advantage_options", "found judged")
     refused(job_with(rihgt=1.0), "learner.loss.advantage_options", "did you mean 'right'")
+    assert not [p for p in problems(job_with("penalized", right=1.0, overlong_penalty=0.5)) if "loss" in p.key]
+    refused(job_with("penalized", right=1.0), "learner.loss.advantage_options", "overlong_penalty", "found none")
+    refused(job_with("penalized", right=1.0, overlong_penalty=-1), "learner.loss.advantage_options", "above 0", "-1")
+    refused(job_with(right=1.0, overlong_penalty=1), "learner.loss.advantage_options", "found overlong_penalty")
 
 
 def test_groups_of_equal_rewards_are_not_left_out_where_they_carry_signal(folder):

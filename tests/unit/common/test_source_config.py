@@ -15,6 +15,7 @@ from launch.sweep.winner import parse_rule
 SUMS = {"environment": "addition", "max_tokens": 8, "weight": 2}
 TEXTS = {"reward": [{"function": "exact_match"}, {"scorer": "judge"}], "advantage": "rloo", "kl_coefficient": 0.1}
 NO_KL = ["tasks.sources.sums.kl_coefficient=0", "tasks.sources.texts.kl_coefficient=0"]
+MAXRL = "tasks.sources.texts.advantage=maxrl"
 JUDGE = {"url": "http://h:1/v1", "model": "m", "prompt": "{completion}", "verdict": "(\\d)"}
 
 
@@ -142,6 +143,7 @@ def test_weights_whose_sum_is_0_unknown_keys_and_a_curriculum_of_one_source_are_
         (["learner.dynamic_sampling=true", "tasks.sources.sums.advantage=reinforce_pp"], "learner.dynamic_sampling"),
         (["rollout.group_size=1", "tasks.sources.texts.advantage=reinforce_pp"], "rollout.group_size"),
         (["tasks.sources.sums.advantage_options={k: 2}"], "tasks.sources.sums.advantage_options"),
+        (["tasks.sources.texts.truncated=penalized", MAXRL], "tasks.sources.texts.advantage"),
         (["tasks.sources.sums.advantage=gdpo"], "tasks.sources.sums.advantage_options"),
         (["watch=[{metric: sources/smus/success, below: 0.1}]"], "watch[0].metric"),
         (["watch=[{metric: sources/sums/succes, below: 0.1}]"], "watch[0].metric"),

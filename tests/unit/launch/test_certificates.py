@@ -126,6 +126,16 @@ def test_it_lapses_when_a_key_that_it_covers_differs(tmp_path: Path, key: str) -
     assert f"uncertified: {key} was " in sentence(file, LAPSES[key])
 
 
+def test_it_lapses_when_a_source_gets_another_kl_term(tmp_path: Path) -> None:
+    rows = {"environment": "addition", "dataset": str(tmp_path / "train.jsonl")}
+    sources = {"sums": rows, "texts": rows | {"kl_coefficient": 0.05}}
+    file = write_job(tmp_path, tasks={"environment": None, "dataset": "", "sources": sources})
+    certified(file)
+    assert sentence(file, "tasks.sources.sums.weight=2").startswith("certified")
+    assert "kl_coefficients was " in sentence(file, "tasks.sources.texts.kl_coefficient=0.1")
+    assert "kl_coefficients was " in sentence(file, "tasks.sources.sums.kl_coefficient=0.1")
+
+
 def test_a_key_that_a_later_version_adds_lapses_nothing(tmp_path: Path) -> None:
     """Sections store what differs from the defaults."""
     file = write_job(tmp_path, learner={"lora": {"rank": 4}, "loss": {"objective": "gspo", "clip_low": 0.1}})

@@ -74,11 +74,14 @@ def test_reinforce_pp_normalises_over_the_rewards_of_all_groups() -> None:
         np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-14)
 
 
-def test_maxrl_divides_by_the_success_rate_and_says_nothing_of_rewards_below_0() -> None:
-    found = maxrl([group([1.0, 0.0, 0.0, 0.0]), group([1.0, 1.0, 1.0, 0.0]), group([-1.0, 0.0])])
+def test_maxrl_divides_by_the_success_rate_and_refuses_rewards_below_0() -> None:
+    sums = group([0.3 - 0.1 - 0.2, 0.0])  # rounded to -3e-17
+    found = maxrl([group([1.0, 0.0, 0.0, 0.0]), group([1.0, 1.0, 1.0, 0.0]), sums])
     np.testing.assert_allclose(found[0], [3, -1, -1, -1])  # the rarer a success, the more it counts
     np.testing.assert_allclose(found[1], [1 / 3, 1 / 3, 1 / 3, -1])
     np.testing.assert_array_equal(found[2], [0, 0])
+    with refused(UsageError, "maxrl", "reward -0.98"):
+        maxrl([group([1.0, 0.0, -0.98])])  # their mean is 0.007, and the advantages would be beyond 100
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
