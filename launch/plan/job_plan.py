@@ -73,10 +73,10 @@ class Publish(msgspec.Struct, frozen=True):
     tensors: int
     bytes_per_s: float  # rate at which the first publish just ends within its bound
     sources: int  # ranks that keep a part of it in host memory and send that part
-    largest_source_bytes: int  # of a whole version, as the next
+    largest_source_bytes: int
     largest_machine_bytes: int  # those of all sources on the machine with the most
     link_gbit: float  # Gb/s of every machine's link, in each direction
-    # Of a whole version, or of adapters where they travel:
+    # The times are those of a whole version, or of adapters where they travel.
     send_s: float  # time that the machine with the most needs to send its parts once
     publish_s: float  # a node's link bounds it: about so long over the relay, at least so long over gloo and nccl
 

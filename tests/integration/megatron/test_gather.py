@@ -1,4 +1,4 @@
-"""Gathering from ranks of which most have nothing to say: the bytes, and the memory that it takes."""
+"""Gathering bytes where most ranks have none: the result, and the memory that it takes."""
 
 from pathlib import Path
 from typing import Any
