@@ -61,7 +61,7 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str = ""
     error: str | None = None  # why it failed
     step: int | None = None  # that trained it; None: its whole group failed, or was filtered
-    advantage: float | None = None
+    advantage: float | None = None  # None: nothing trained, or every token had its own, from a critic
     metrics: dict[str, float] = {}  # the environment reports them
     notes: dict[str, str] = {}  # a scorer's model and its answer, by the scorer's name
     sampled_tokens: int = 0
@@ -99,7 +99,7 @@ class Training:
     """A step's figures of a path of T tokens."""
 
     trained: np.ndarray  # [T] uint8, 1 where the token was in the loss
-    advantage: float
+    advantage: float | None  # None: every token has its own, from a critic
     ratios: np.ndarray | None = None  # [T] float32, 1 where the token was not in the loss; None: not known
 
 

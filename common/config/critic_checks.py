@@ -37,7 +37,8 @@ def critic_problems(config: Config, model: Architecture | None) -> Iterator[Prob
     if critic.lam == BY_LENGTH and critic.level == "turn":
         hint = "it follows from the number of tokens, and terms are turns"
         yield Problem(f"{_KEY}.lam", "a number with learner.critic.level: turn", hint=hint)
-    if critic.warmup_steps >= config.run.steps:
+    # A replay ends early and names the end of its run's schedule, which lies behind the warm-up.
+    if critic.warmup_steps >= config.run.steps and not config.learner.optimizer.decay_steps:
         hint = "the policy would never train"
         yield Problem(f"{_KEY}.warmup_steps", f"less than run.steps ({config.run.steps})", hint=hint)
     if not config.learner.loss.trains_on_rewards:

@@ -290,12 +290,14 @@ def _rollouts(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:
     buckets = f"{publish.buckets:,} buckets of {config.weights.bucket_mib} MiB, {publish.tensors:,} tensors"
     limit = f"within {publish.bytes / publish.bytes_per_s:,.0f} s at {publish.bytes_per_s / 1e9:,.2f} GB/s"
     size = f"{publish.bytes / GIB:,.1f} GiB in {buckets}; {limit}"
+    part = f"{publish.largest_source_bytes / GIB:,.1f} GiB"
     if publish.adapter_bytes:
-        size = f"{publish.adapter_bytes / MIB:,.0f} MiB of adapters; the first, and to a node that joins, {size}"
+        part = f"{publish.adapter_bytes / MIB:,.0f} MiB of adapters"
+        size = f"{part}; the first, and to a node that joins, {size}"
     yield "publish", f"every {_steps(config.weights.publish_every)}, {size}"
     about = "about" if config.weights.transport == "relay" else "at least"
     last = f"the last node has everything after {about} {publish.publish_s:,.1f} s"
-    largest = f"the largest sends {publish.largest_source_bytes / GIB:,.1f} GiB"
+    largest = f"the largest sends {part}"
     share = f"the learner's fullest machine sends its share in {publish.send_s:,.1f} s"
     yield "sources", f"{publish.sources}, {largest}; with links of {publish.link_gbit:g} Gb/s {last}; {share}"
     sizes = {name: engine.cache_tokens(size, settings.gpu_memory_utilization) for name, size in DEVICES.items()}

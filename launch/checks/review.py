@@ -254,12 +254,13 @@ def _window(config: Config, rl: RlPart) -> Iterator[Finding]:
 def _publish(config: Config, rl: RlPart) -> Iterator[Finding]:
     publish = rl.publish
     bound_s = publish.bytes / publish.bytes_per_s
-    if publish.publish_s > bound_s:
+    whole_s = publish.publish_s * publish.bytes / (publish.adapter_bytes or publish.bytes)  # as the first version is
+    if whole_s > bound_s:
         most = (
             f"its bound ({bound_s:,.0f} s, weights.timeout_s or more); that needs {publish.bytes_per_s / 1e9:.1f} GB/s"
         )
         sent = f"A publish of {publish.bytes / GIB:.0f} GiB over links of {publish.link_gbit:g} Gb/s"
-        yield note("publish", "slow", f"{sent} takes about {publish.publish_s:,.0f} s, more than {most}.")
+        yield note("publish", "slow", f"{sent} takes about {whole_s:,.0f} s, more than {most}.")
     if config.weights.buffers == "device":
         lead = f"the lead rank keeps up to three versions of {publish.bytes / GIB:.0f} GiB in its device's memory"
         engine = "an engine without tensor parallelism one, beside what vLLM takes"

@@ -76,6 +76,7 @@ class Publish(msgspec.Struct, frozen=True):
     largest_source_bytes: int
     largest_machine_bytes: int  # those of all sources on the machine with the most
     link_gbit: float  # Gb/s of every machine's link, in each direction
+    # The times are those of a whole version, or of adapters where they travel.
     send_s: float  # time that the machine with the most needs to send its parts once
     publish_s: float  # a node's link bounds it: about so long over the relay, at least so long over gloo and nccl
 
@@ -309,14 +310,15 @@ def publish_of(config: Config, model: Architecture, gpus_per_node: int, link_gbi
     layout = Layout.of([(name, config.model.dtype, shape) for name, shape in hf_tensors(model)])
     size = layout.total_bytes
     buckets = -(-size // (config.weights.bucket_mib * MIB))
-    parts = source_bytes(layout, model, config.learner) if relay else {0: size}
+    adapters = _adapter_bytes(config, layout)  # the lead rank alone sends them, and whole versions beside them
+    parts = source_bytes(layout, model, config.learner) if relay and not adapters else {0: size}
     machines: Counter[int] = Counter()
     for rank, part in parts.items():
         machines[rank // gpus_per_node] += part
     largest = max(machines.values())
     return Publish(
         bytes=size,
-        adapter_bytes=_adapter_bytes(config, layout),
+        adapter_bytes=adapters,
         buckets=buckets,
         tensors=len(layout.entries),
         bytes_per_s=size / publish_bound(config.weights.timeout_s, size),
@@ -324,8 +326,8 @@ def publish_of(config: Config, model: Architecture, gpus_per_node: int, link_gbi
         largest_source_bytes=max(parts.values()),
         largest_machine_bytes=largest,
         link_gbit=link_gbit,
-        send_s=largest / link,
-        publish_s=size / link * (1 + 1 / DEPTH_SHARE if relay else 1),
+        send_s=(adapters or largest) / link,
+        publish_s=(adapters or size) / link * (1 + 1 / DEPTH_SHARE if relay else 1),
     )
 
 

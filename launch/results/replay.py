@@ -19,7 +19,7 @@ from broker.journal.recording import Recording, open_recording, preloaded
 from broker.main import run_info
 from broker.server.server import BrokerServer
 from common.config.loading import build_config
-from common.config.schema import Config
+from common.config.schema import Config, LearnerConfig
 from common.errors import EXIT_DONE, SlipstreamError, UsageError
 from common.metrics import StepMetrics
 from common.process.install import need_packages
@@ -195,18 +195,30 @@ def _config(config: Config, file: str, folder: Path, last: int, overrides: Seque
             if key == fixed or key.startswith(fixed + "."):
                 raise UsageError(f"override {key}: a replay does not take it: {reason}")
     replace = msgspec.structs.replace
-    updates = config.run.steps * config.learner.updates
-    optimizer = replace(config.learner.optimizer, decay_steps=config.learner.optimizer.decay_steps or updates)
     checkpoint = replace(config.learner.checkpoint, every=last + 1, dir=None)
+    learner = _with_schedules(config.learner, config.run.steps)
     own = replace(
         config,
         run=replace(config.run, dir=str(folder), steps=last + 1),
-        learner=replace(config.learner, machines=1, optimizer=optimizer, checkpoint=checkpoint),
+        learner=replace(learner, machines=1, checkpoint=checkpoint),
         broker=replace(config.broker, store="file", redis=None, address="tcp://127.0.0.1:0", credentials=None),
         weights=replace(config.weights, address="127.0.0.1", canary_every=0),
         watch=[],  # the steps that made a rule act are to be trained
     )
     return checked(build_config(msgspec.to_builtins(own), file, overrides), file, environment=False)[0]
+
+
+def _with_schedules(learner: LearnerConfig, steps: int) -> LearnerConfig:
+    """The schedules of policy and critic end where they do in a run of `steps`, also in a shorter one."""
+    replace = msgspec.structs.replace
+    critic = learner.critic
+    end = steps * learner.updates
+    if critic is not None:
+        optimizer = replace(critic.optimizer, decay_steps=critic.optimizer.decay_steps or end)
+        critic = replace(critic, optimizer=optimizer)
+        end -= critic.warmup_steps * learner.updates  # the policy's schedule begins after them
+    optimizer = replace(learner.optimizer, decay_steps=learner.optimizer.decay_steps or end)
+    return replace(learner, optimizer=optimizer, critic=critic)
 
 
 def _originals(path: Path) -> dict[int, StepMetrics]:

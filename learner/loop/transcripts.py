@@ -146,7 +146,8 @@ def _training(document: Document, logprobs: np.ndarray | None) -> Training:
         drift = np.insert(logprobs - document.behavior_logprobs[1:], 0, 0.0)  # [L]; nothing predicts the first
         drift[document.loss_mask == 0] = 0.0  # where the learner computes nothing
         ratios = np.exp(np.clip(drift, -WORST_LOG_RATIO, WORST_LOG_RATIO))
-    return Training(document.loss_mask, document.advantage, ratios)
+    own = document.advantage if document.rewards is None else None  # from a critic every token has its own
+    return Training(document.loss_mask, own, ratios)
 
 
 def transcript_thread(config: Config) -> LineThread[Item]:

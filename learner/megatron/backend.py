@@ -131,8 +131,10 @@ class MegatronBackend:
         """Raises SlipstreamError when the gradient norm is not finite; the weights are unchanged."""
         with self.offload.parameters(), self.offload.gradients():
             self.optimizer.zero_grad()
+            biases = self.schedule.experts.biases()
             result = self.schedule.train(microbatches, loss, temperature, entropy)
             if accept is not None and not accept(result):
+                self.schedule.experts.restore(biases)
                 return result
             with self.offload.optimizer():
                 norm, rate = self.optimizer.step()

@@ -167,6 +167,7 @@ class Experts:
 
     def __init__(self, chunks: list[torch.nn.Module], config: Any, options: MoeConfig) -> None:
         self.routers: list[Any] = [m for chunk in chunks for m in chunk.modules() if isinstance(m, Router)]
+        self._biased = [router for router in self.routers if router.expert_bias is not None]
         experts = getattr(config, "num_moe_experts", None)
         self._balanced = bool(experts) and config.moe_aux_loss_coeff > 0
         self._sequence_rank = mpu.get_tensor_model_parallel_rank() if config.sequence_parallel else 0
@@ -212,6 +213,15 @@ class Experts:
         frame = Frame(pads, self._scale * tokens, routed, self._training)
         for router in self.routers:
             router.now = frame
+
+    def biases(self) -> list[Tensor]:
+        """Copies of the routers' expert biases; Megatron moves them at the end of a backward pass."""
+        return [router.expert_bias.clone() for router in self._biased]
+
+    def restore(self, biases: list[Tensor]) -> None:
+        """Undo what passes did to the expert biases since `biases` returned these copies."""
+        for router, bias in zip(self._biased, biases, strict=True):
+            router.expert_bias.copy_(bias)
 
     def figures(self) -> dict[str, float]:
         """Sums over all ranks since `start`, {} where nothing is replayed. Collective over the world.

@@ -21,6 +21,7 @@ _JOIN_S = 300.0  # ranks start apart from one another: imports, the lead's searc
 
 _PIECE = 1 << 28  # bytes in one send
 _IN_FLIGHT = 16  # sends
+_MOST_PADDING = 1 << 24  # bytes in one collective
 
 _control: dist.ProcessGroup | None = None
 
@@ -119,15 +120,23 @@ def largest(values: Tensor) -> Tensor:
 
 
 def gather(data: bytes) -> list[bytes]:
-    """Every rank's bytes, in rank order, over gloo. Collective."""
-    sizes, padded, places = _equal_places(data)
+    """Every rank's bytes, in rank order, over gloo. Collective.
+
+    Where equal places would need much padding, the ranks that have bytes send them one after the other.
+    """
+    sizes = _sizes(data)
+    if len(sizes) * max(sizes) - sum(sizes) > _MOST_PADDING:
+        cpu = torch.device("cpu")
+        return [_broadcast(data, rank, _control, cpu) if size else b"" for rank, size in enumerate(sizes)]
+    padded, places = _equal_places(data, sizes)
     dist.all_gather(places, padded, group=_control)
     return _cut(places, sizes)
 
 
 def gather_to_lead(data: bytes) -> list[bytes]:
     """Every rank's bytes, in rank order, on rank 0; [] elsewhere. Collective."""
-    sizes, padded, places = _equal_places(data)
+    sizes = _sizes(data)
+    padded, places = _equal_places(data, sizes)
     is_lead = dist.get_rank() == 0
     dist.gather(padded, places if is_lead else None, 0, group=_control)
     return _cut(places, sizes) if is_lead else []
@@ -173,14 +182,18 @@ def _receive(rank: int) -> np.ndarray:
     return data.numpy()
 
 
-def _equal_places(data: bytes) -> tuple[list[int], Tensor, list[Tensor]]:
-    """How many bytes each rank has, `data` as long as the longest, and a place of that length for each."""
+def _sizes(data: bytes) -> list[int]:
+    """How many bytes each rank has. Collective."""
     told = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(told, torch.tensor([len(data)]), group=_control)
-    sizes = [int(size) for size in told]
+    return [int(size) for size in told]
+
+
+def _equal_places(data: bytes, sizes: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+    """`data` as long as the longest, and a place of that length for each rank."""
     longest = max(1, *sizes)
     padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
-    return sizes, padded, [torch.empty_like(padded) for _ in sizes]
+    return padded, [torch.empty_like(padded) for _ in sizes]
 
 
 def _cut(places: Sequence[Tensor], sizes: Sequence[int]) -> list[bytes]:

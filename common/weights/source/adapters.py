@@ -28,14 +28,18 @@ class AdapterPayloads:
         snapshot.adapter_layout = AdapterLayout(snapshot.adapters.layout, self._factor)
 
     def prepare(self, snapshot: Snapshot, bucket_bytes: int) -> None:
-        """Give `snapshot` its checksums and payloads. A version that is the frozen weights travels whole."""
+        """Give `snapshot` its checksums and payloads.
+
+        A node without the frozen weights gets a version that equals them whole, and keeps it as these.
+        """
         snapshot.add_checksums(bucket_bytes)
         if not self._frozen.checksum:
             self._frozen.add_checksums(0)
         snapshot.frozen = self._frozen.checksum
-        if snapshot.adapters is None or snapshot.checksum == snapshot.frozen:
+        if snapshot.adapters is None:
             return
         flat = snapshot.adapters.flat
         checksums, _ = flat_buffer.all_checksums(flat, bucket_bytes)
-        adapters = Payload(flat, bucket_bytes, checksums, FROZEN)
-        snapshot.deltas = {FROZEN: adapters, BOTH: Payload(flat, 0, [], BOTH, before=self._frozen.flat)}
+        snapshot.deltas = {FROZEN: Payload(flat, bucket_bytes, checksums, FROZEN)}
+        if snapshot.checksum != snapshot.frozen:
+            snapshot.deltas[BOTH] = Payload(flat, 0, [], BOTH, before=self._frozen.flat)

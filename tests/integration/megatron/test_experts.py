@@ -154,12 +154,8 @@ def job_experts(folder: Path, spec: dict[str, Any]) -> None:
     mine = [tiny_models.share(backend, step) for step in batches]
     tensors = exported(backend, "weight")
     tensors |= tiny_models.numbered(backend, backend.logprobs(mine[0], TEMPERATURE), "logprobs")
-    backend.optimizer.zero_grad()
-    backend.schedule.train(mine[0], loss, TEMPERATURE, entropy=True)
-    for router in backend.schedule.experts.routers:  # take back the update of this pass, which only measures gradients
-        if router.expert_bias is not None:
-            name = f"weight.model.layers.{router.layer_number - 1}.mlp.gate.e_score_correction_bias"
-            router.expert_bias.copy_(tensors[name])
+    # An update that is refused leaves its gradients, and every weight and bias as it was.
+    backend.train_step(mine[0], loss, TEMPERATURE, entropy=True, accept=lambda result: False)
     tensors |= {f"gradient.{n}": t for n, t in tiny_models.gradients(backend).items()}
     steps = []
     for batches in mine:

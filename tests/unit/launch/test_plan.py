@@ -170,6 +170,7 @@ def test_adapters_need_gradients_states_and_checkpoints_of_their_own_alone(here:
     assert (adapted.plan.rl.publish.adapter_bytes, sent.plan.rl.publish.adapter_bytes) == (0, 43_646_976)
     said = " ".join(text_of(page(sent), WIDTH).split())
     assert "every step, 42 MiB of adapters; the first, and to a node that joins, 15.3 GiB" in said
+    assert "sources 1, the largest sends 42 MiB of adapters;" in said
 
 
 @pytest.mark.parametrize(

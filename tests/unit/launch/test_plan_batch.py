@@ -192,6 +192,16 @@ def test_without_the_relay_the_first_rank_sends_the_whole_model(transport: str) 
     assert found.publish_s == found.send_s == found.bytes / 12.5e9
 
 
+def test_adapters_come_from_the_first_rank_alone_and_take_as_long_as_their_bytes() -> None:
+    adapted = {**CUT, "lora": {"rank": 8, "targets": ["linear_qkv"]}}
+    weights = {"transport": "relay", "encoding": "adapter"}
+    found = publish_of(job(learner=adapted, weights=weights), MOE, 4, 8)
+    assert found.adapter_bytes == 2 * 3 * 2 * 8 * (64 + 64), "A and B of q, k and v in two layers"
+    assert (found.sources, found.largest_source_bytes, found.largest_machine_bytes) == (1, found.bytes, found.bytes)
+    assert found.send_s == found.adapter_bytes / 1e9
+    assert found.publish_s == pytest.approx(found.adapter_bytes / 1e9 * (1 + 1 / 64))
+
+
 def test_a_publish_takes_as_long_as_a_node_receives_and_a_little_for_the_depth_of_the_chain() -> None:
     found = relay(MOE, gpus_per_node=4, link_gbit=8)  # 1e9 bytes/s
     assert found.send_s == found.largest_machine_bytes / 1e9

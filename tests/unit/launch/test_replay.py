@@ -1,5 +1,6 @@
 """`slipstream replay`: refusals, plan, preloaded broker and words; tests/integration/learner/test_replay.py runs it."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from broker.contract import LearnerReport, RunInfo
 from broker.delivery.task_table import Entry
 from broker.journal.file_store import open_file_store
 from broker.journal.recording import Recording, open_recording, preloaded
-from common.config.loading import load_config
+from common.config.loading import build_config, load_config
 from common.config.observing import WatchRule
 from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
@@ -86,6 +87,18 @@ def test_the_config_computes_the_same_and_serves_nobody(run: RunDir, config: Con
     assert not out.exists(), "nothing is written before everything is checked"
     plan.run.prepare(found)
     assert load_config(plan.run.config) == found
+
+
+@pytest.mark.parametrize("last", [40, 9])
+def test_with_a_critic_both_schedules_end_as_in_the_run_also_in_a_replay_of_the_warm_up(
+    run: RunDir, config: Config, last: int
+) -> None:
+    critic = {"warmup_steps": 20, "optimizer": {"schedule": "cosine"}}
+    words = [f"learner.critic={json.dumps(critic)}", "learner.loss.advantage=gae", "learner.epochs=2"]
+    config = build_config(msgspec.to_builtins(config), "job.yaml", words)
+    found = plan_replay(run, config, recording(*range(last + 1)), 0, None, None, []).config
+    assert found.run.steps == last + 1 and found.learner.critic is not None
+    assert (found.learner.optimizer.decay_steps, found.learner.critic.optimizer.decay_steps) == (160, 200)
 
 
 def test_a_missing_or_a_torn_checkpoint_and_a_folder_in_use_are_refused(

@@ -108,6 +108,16 @@ def test_tokens_of_a_turn_that_have_expired_have_the_ratio_one_because_nothing_w
     np.testing.assert_allclose(ratios, [1.0] * (len(tokens) - 1) + [np.exp(0.5)], rtol=1e-6)
 
 
+@pytest.mark.parametrize("critic", [True, False])
+def test_a_sample_whose_tokens_have_advantages_of_their_own_from_a_critic_has_none(critic: bool) -> None:
+    group = make_group(0, 0, 1)
+    tokens = group.samples[0].tokens.numpy()
+    rewards = np.zeros(len(tokens), np.float32) if critic else None
+    document = Document(tokens, np.ones(len(tokens), np.uint8), serial=0, sample=0, advantage=0.0, rewards=rewards)
+    (item,) = items(TrainingBatch(0, [document], BatchStatistics()), [group], {}, choose([group], 1.0, 0), {})
+    assert item.training[0].advantage == (None if critic else 0.0)
+
+
 # ---------------------------------------------------------------- a run
 
 

@@ -143,12 +143,12 @@ def learner() -> Learner:
     return Learner()
 
 
-def test_a_first_version_is_the_frozen_weights_and_travels_whole(learner: Learner) -> None:
+def test_a_first_version_is_the_frozen_weights_and_travels_whole_to_a_node_without_them(learner: Learner) -> None:
     first = learner.snapshot(0)
-    assert first.checksum == first.frozen and first.deltas == {}
+    assert first.checksum == first.frozen and first.payload_for({-1}) is first.payload_for({BOTH}) is first.full
     node = Node(learner)
     assert node.get(*learner.publish(first, BOTH)) is None
-    for number in (1, 3):
+    for number in (0, 1, 3):  # it keeps them, so no later version travels whole, were it the frozen weights again
         snapshot = learner.snapshot(number)
         publish, payload = learner.publish(snapshot, FROZEN)
         assert (publish.encoding, payload.numel()) == ("adapter", snapshot.deltas[FROZEN].size)
