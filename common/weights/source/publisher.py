@@ -43,10 +43,9 @@ from functools import partial
 from torch import Tensor
 
 from common.config.schema import WeightsConfig
-from common.weights.source.adapters import AdapterPayloads
 from common.weights.source.control import PublishControl
 from common.weights.source.nodes import PublishStats
-from common.weights.source.snapshot import Deltas, Snapshot, SnapshotMaker, TensorSpecs
+from common.weights.source.snapshot import AdapterPayloads, Deltas, Snapshot, SnapshotMaker, TensorSpecs
 from common.weights.source.sources import LeadEndpoint
 from common.weights.transports.groups import GroupFactory, open_group
 from common.weights.transports.nccl import own_stream, remember_device

@@ -1,4 +1,4 @@
-"""One policy version as bytes, the buffers it is copied into, the deltas between versions, and who gets which."""
+"""One policy version as bytes, the buffers it is copied into, its deltas and adapters, and who gets which version."""
 
 import logging
 import mmap
@@ -213,6 +213,37 @@ class Deltas:
             share = stream.numel() / snapshot.flat.numel()
             logger.info("version %d from %d: %.1f %% in %.3f s", snapshot.version, base.version, 100 * share, took)
         self._kept = [*bases[:1], snapshot] if bases and bases[0].sent else [snapshot]
+
+
+class AdapterPayloads:
+    """The payloads of a model that trains adapters: a node that keeps the frozen weights gets nothing but the adapters.
+
+    Another node gets both once, and keeps the frozen weights from then on. Where that fails it gets versions whole.
+    """
+
+    def __init__(self, dtype: str, frozen: Snapshot, factor: float) -> None:
+        """`frozen`: the weights before the first step; `factor`: alpha / rank."""
+        self._maker = SnapshotMaker(dtype)
+        self._frozen = frozen
+        self._factor = factor
+
+    def copy(self, snapshot: Snapshot, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy the adapters of the version. Raises ValueError when names or shapes changed."""
+        snapshot.adapters = self._maker.make(snapshot.version, named, None)
+        snapshot.adapter_layout = AdapterLayout(snapshot.adapters.layout, self._factor)
+
+    def prepare(self, snapshot: Snapshot, bucket_bytes: int) -> None:
+        """Give `snapshot` its checksums and payloads. A version that is the frozen weights travels whole."""
+        snapshot.add_checksums(bucket_bytes)
+        if not self._frozen.checksum:
+            self._frozen.add_checksums(0)
+        snapshot.frozen = self._frozen.checksum
+        if snapshot.adapters is None or snapshot.checksum == snapshot.frozen:
+            return
+        flat = snapshot.adapters.flat
+        checksums, _ = flat_buffer.all_checksums(flat, bucket_bytes)
+        adapters = Payload(flat, bucket_bytes, checksums, FROZEN)
+        snapshot.deltas = {FROZEN: adapters, BOTH: Payload(flat, 0, [], BOTH, before=self._frozen.flat)}
 
 
 class VersionSchedule:

@@ -7,8 +7,7 @@ import torch
 from msgspec import structs
 
 from common.weights.receive.receiver import Receiver
-from common.weights.source.adapters import AdapterPayloads
-from common.weights.source.snapshot import Snapshot, SnapshotMaker
+from common.weights.source.snapshot import AdapterPayloads, Snapshot, SnapshotMaker
 from common.weights.wire import flat_buffer, messages
 from common.weights.wire.adapters import merge, merge_version, names
 from common.weights.wire.failures import FailureKind, Mismatch
