@@ -275,7 +275,6 @@ SOURCE_FIGURES = ("weight", "groups", "samples", "reward_mean", "success", "trun
 
 
 def declarations(kind: type[msgspec.Struct]) -> list[Declaration]:
-    """Declarations of a metrics struct, in order of its fields."""
     out: list[Declaration] = []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         meta = next(a for a in get_args(hint) if isinstance(a, Meta))

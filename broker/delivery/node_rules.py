@@ -178,7 +178,6 @@ class NodeRules:
         return True
 
     def complete_evaluation(self, node_id: str, token: str, result: EvaluationResult) -> bool:
-        """Take the samples of a held-out problem."""
         self._seen(node_id)
         return self._problems.complete(node_id, token, result)
 

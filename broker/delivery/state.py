@@ -151,7 +151,6 @@ class DeliveryState:
 
     @property
     def window(self) -> Window:
-        """Which tasks may be leased, as of now."""
         run = self.run
         tasks = self.tasks
         return Window(run.groups_per_step, run.max_staleness, self.first_step, tasks.freed_earlier, tuple(tasks.freed))

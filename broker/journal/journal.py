@@ -99,12 +99,10 @@ class Journal(Recorder):
 
     @property
     def acknowledged(self) -> int:
-        """Sequence number up to which records are as durable as was asked for."""
         return self._writer.acknowledged
 
     @property
     def stuck(self) -> str:
-        """Why nothing can be written at the moment; '' when it can."""
         return self._writer.stuck
 
     def status(self) -> StoreStatus:

@@ -93,8 +93,6 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """The policy's answer."""
-
     text: str  # without tool calls and end token
     calls: tuple[tuple[str, ToolCall], ...]  # with their ids
     finish_reason: str  # stop, length or tool_calls
@@ -175,8 +173,6 @@ class Request(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(Request, kw_only=True):
-    """The body of a chat completion."""
-
     said: Annotated[list[_ChatMessage], msgspec.Meta(min_length=1)] = msgspec.field(name="messages")
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     logprobs: bool | None = None
@@ -190,7 +186,6 @@ class ChatRequest(Request, kw_only=True):
 
     @property
     def scored(self) -> bool:
-        """Whether the answer has log-probabilities."""
         return bool(self.logprobs)
 
     @property
@@ -305,7 +300,6 @@ def functions(tools: Iterable[tuple[str, str | None, dict[str, Any] | None]]) ->
 
 
 def assistant(answer: Answer) -> Message:
-    """The policy's answer as a message."""
     calls = [{"name": call.name, "arguments": json.loads(call.arguments)} for _, call in answer.calls]
     return {"role": "assistant", "content": answer.text, "tool_calls": [{"function": call} for call in calls]}
 

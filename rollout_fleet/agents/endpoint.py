@@ -42,8 +42,6 @@ class Dialect(Protocol):
 
 
 class _Chats:
-    """Chat completions."""
-
     kind: type[api.AnyRequest] = api.ChatRequest
 
     def __init__(self, said: dict[str, list[Message]]) -> None:

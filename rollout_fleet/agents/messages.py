@@ -61,8 +61,6 @@ class Request(msgspec.Struct, kw_only=True):
 
 
 class Messages:
-    """One request and its answer."""
-
     def __init__(self, said: dict[str, list[Message]]) -> None:
         """`said` is of no use here, because every request repeats its conversation."""
 
@@ -100,7 +98,6 @@ class Messages:
         }
 
     def events(self, body: dict[str, Any], request: ChatRequest) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(name, data) of the stream's events."""
         for kind, data in _events(body):
             yield kind, {"type": kind, **data}
 

@@ -61,8 +61,6 @@ class Request(msgspec.Struct, kw_only=True):
 
 
 class Responses:
-    """One request and its answer."""
-
     def __init__(self, said: dict[str, list[Message]]) -> None:
         """`said`: the episode's conversations by the id of the response that ended them, without instructions."""
         self._said = said
