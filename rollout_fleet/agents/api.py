@@ -122,6 +122,11 @@ class _Call(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
+def text_of(found: str | Iterable[Any] | None) -> str:
+    """A content: a text, or parts that have one each."""
+    return found if isinstance(found, str) else "".join(part.text for part in found or ())
+
+
 class _ChatMessage(msgspec.Struct, omit_defaults=True):
     """A message as chat templates want it: its content as text, arguments of calls as objects."""
 
@@ -133,8 +138,7 @@ class _ChatMessage(msgspec.Struct, omit_defaults=True):
 
     def __post_init__(self) -> None:
         self.role = "system" if self.role == "developer" else self.role  # templates know only the older name
-        found = self.content or ""
-        self.content = found if isinstance(found, str) else "".join(part.text for part in found)
+        self.content = text_of(self.content)
         # Templates ask whether a message has these, so what is empty is left out.
         self.tool_call_id = self.tool_call_id or None
         self.name = self.name or None
