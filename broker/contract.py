@@ -81,7 +81,6 @@ class WeightChange(msgspec.Struct, frozen=True):
 
     @property
     def effective(self) -> dict[str, float]:
-        """The weights in effect."""
         return {name: weight * self.factors.get(name, 1.0) for name, weight in self.weights.items()}
 
     @property
@@ -154,8 +153,6 @@ class EvaluationProgress(msgspec.Struct, frozen=True):
 
 
 class Evaluated(msgspec.Struct, frozen=True):
-    """The answer to a learner that evaluates."""
-
     known: int  # problems whose results it has not stored; fewer than it offered: the broker has lost its memory
     results: list[EvaluationResult] = []  # some of those that it has not stored
 
@@ -252,8 +249,6 @@ class RendezvousOrder(msgspec.Struct, frozen=True):
 
 
 class MachineStatus(msgspec.Struct, frozen=True):
-    """A machine of the learner."""
-
     host: str
     address: str
     state: str  # waiting | running | leaving
@@ -344,8 +339,6 @@ class NodeStatus(msgspec.Struct, frozen=True):
 
 
 class StoreStatus(msgspec.Struct, frozen=True):
-    """Where the broker keeps what it promised."""
-
     bytes: int  # on the disk
     sync_s: float = 0.0  # how long one sync takes, lately
     recovery_s: float = 0.0  # how long the broker took to build its state again at its start; 0 for a new store

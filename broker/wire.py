@@ -59,7 +59,6 @@ class Request(msgspec.Struct, Generic[R], frozen=True, kw_only=True, gc=False):
 
     @property
     def promised(self) -> bool:
-        """Whether this one is `durable`."""
         return self.durable
 
     def read(self, value: msgspec.Raw, payloads: Sequence[bytes]) -> R:
@@ -301,7 +300,6 @@ class Answer(Reply, Generic[R], frozen=True, kw_only=True, tag="answer"):
 
 
 def value_of(reply: Reply) -> Any:
-    """An answer's value; None for any other reply."""
     return cast("Answer[Any]", reply).value if isinstance(reply, Answer) else None
 
 

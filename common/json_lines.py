@@ -60,7 +60,6 @@ class LineFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def sync(self) -> None:
-        """Force the lines written so far to the disk."""
         os.fsync(self._file)
 
     def close(self) -> None:

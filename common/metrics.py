@@ -173,14 +173,7 @@ class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="ki
     problems: Annotated[int, metric("held-out problems", "problems", "last")]
     samples: Annotated[int, metric("episodes per problem", "samples", "last")]
     temperature: Annotated[float, metric("that they were sampled at; 0 is greedy", "", "last")]
-    failed: Annotated[
-        int,
-        metric(
-            "failed episodes: 0 in the means, or left out without a score",
-            "samples",
-            "last",
-        ),
-    ]
+    failed: Annotated[int, metric("failed episodes: 0 in the means, or left out without a score", "samples", "last")]
     mean_reward: Annotated[float, metric("over all episodes", "", "last")]
     mean_reward_low: Annotated[float | None, metric("its lower bound; unset for a single problem", "", "last")]
     mean_reward_high: Annotated[float | None, metric("its upper bound", "", "last")]
@@ -275,7 +268,6 @@ SOURCE_FIGURES = ("weight", "groups", "samples", "reward_mean", "success", "trun
 
 
 def declarations(kind: type[msgspec.Struct]) -> list[Declaration]:
-    """Declarations of a metrics struct, in order of its fields."""
     out: list[Declaration] = []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         meta = next(a for a in get_args(hint) if isinstance(a, Meta))

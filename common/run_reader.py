@@ -94,7 +94,6 @@ def _without_null(value: Any) -> Any:
 
 
 def no_file(path: Path, error: OSError) -> UsageError:
-    """The error about a metrics file that cannot be opened."""
     return UsageError(f"{path}: expected a file with one JSON line per step, found {error.strerror or error}")
 
 
@@ -156,7 +155,6 @@ class MetricsTail(Generic[Step]):
             raise no_file(self._tail.path, error) from None
 
     def take(self, replaced: bool, lines: Iterable[Step | EvaluationMetrics]) -> None:
-        """Add lines that were read."""
         if replaced:
             self.lines = []
             self.evaluations = []
@@ -194,7 +192,6 @@ def read_tail(path: Path | None, kind: type[Step]) -> MetricsTail[Step]:
 
 
 def known(values: Iterable[float | UnsetType | None]) -> list[float]:
-    """The values that are numbers."""
     return [value for value in values if isinstance(value, int | float) and not math.isnan(value)]
 
 

@@ -49,8 +49,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transcript(msgspec.Struct, frozen=True, kw_only=True):
-    """One episode."""
-
     serial: int  # its task's
     sample: int  # index in its group
     node_id: str

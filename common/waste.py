@@ -12,8 +12,6 @@ WASTE_REASONS = ("lost", "failed", "filtered", "regenerated", "masked", "cancell
 
 
 class Waste(msgspec.Struct, frozen=True):
-    """The waste for one reason."""
-
     tokens: Tally = 0  # sampled
     seconds: Seconds = 0.0
 
@@ -31,7 +29,6 @@ def add_waste(counts: dict[str, Waste], reason: str, tokens: int = 0, seconds: f
 
 
 def merged_waste(parts: Iterable[Mapping[str, Waste]]) -> dict[str, Waste]:
-    """The sum of several counts, by reason."""
     total: dict[str, Waste] = {}
     for part in parts:
         for reason, waste in part.items():

@@ -32,7 +32,6 @@ class ObserverBroker(ABC):
         """The answer to a request, for which the broker may wait `wait_s`."""
 
     def close(self) -> None:
-        """Give the connection up."""
         return
 
     def __enter__(self) -> Self:
@@ -42,7 +41,6 @@ class ObserverBroker(ABC):
         self.close()
 
     def status(self) -> contract.BrokerStatus:
-        """Counts, learner, nodes, waste and the store."""
         return self.ask(wire.AskStatus())
 
     def ledger(self) -> list[contract.LedgerEntry]:

@@ -12,8 +12,6 @@ from common.security.credentials import Role, curve_credentials, load_credential
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a broker is, the role of the client, and how long it waits."""
-
     address: str  # tcp://HOST:PORT or ipc://PATH; several with commas between them, when one of several brokers leads
     role: Role  # decides what a connection may do where connections are authenticated
     max_message_bytes: int = 1 << 30  # broker.max_message_bytes

@@ -486,7 +486,6 @@ class BrokerClient(LearnerBroker):
         return answer.result()
 
     def close(self) -> None:
-        """Close the connection; calls under way raise BrokerUnreachable."""
         with self._closing:
             if self._thread.is_alive():
                 asyncio.run_coroutine_threadsafe(self._connection.close(), self._loop).result()

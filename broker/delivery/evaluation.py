@@ -70,7 +70,6 @@ class EvaluationTable:
         return answer
 
     def admits(self, version: int, in_pool: bool) -> bool:
-        """Whether a node with this version may lease a problem now."""
         now = self.order.version if self.order is not None and self.pending else None
         return version == now and (in_pool or self.shared)
 

@@ -98,10 +98,6 @@ class LearnerRules:
             )
 
     def offer(self, tasks: Sequence[Task], changes: Sequence[WeightChange] = (), first_change: int = 0) -> int:
-        """Add changes of weights, then tasks; known ones are ignored. Returns how many tasks were new.
-
-        A gap raises BrokerError and adds none.
-        """
         if first_change > len(self._state.weight_changes):
             raise BrokerError(f"change {first_change} of the weights comes after {len(self._state.weight_changes)}")
         first = expected = self._tasks.next_serial
@@ -179,7 +175,6 @@ class LearnerRules:
     def evaluate(
         self, order: EvaluationOrder | None, tasks: Sequence[Task], stored: Sequence[int], shared: bool
     ) -> Evaluated:
-        """Begin, continue or (None) end the round of evaluation."""
         table = self._state.evaluation
         if order != table.order:
             table.begin(order, shared)
@@ -197,7 +192,6 @@ class LearnerRules:
         return self._tasks.next_serial
 
     def stop(self) -> BrokerStatus:
-        """Ask every role to leave; the server ends when they have."""
         if not self._state.stopping:
             self._state.stopping = True
             self._events.add("stop_requested")

@@ -21,8 +21,6 @@ MOST_NODES_NAMED = 64  # the newest nodes that leased a task
 
 
 class Offered(Move, frozen=True, tag="offered"):
-    """Add a pending task."""
-
     task: Task
 
     def apply(self, state: DeliveryState) -> None:
@@ -215,8 +213,6 @@ class Joined(Move, frozen=True, tag="joined"):
 
 
 class Left(Move, frozen=True, tag="left"):
-    """A node is forgotten."""
-
     node_id: str
 
     def apply(self, state: DeliveryState) -> None:

@@ -48,7 +48,6 @@ class NodeRules:
         return self._run
 
     def leave(self, node_id: str) -> None:
-        """Forget a node; its leases are handed back without counting an attempt."""
         node = self._fleet.nodes.get(node_id)
         if node is None:
             return
@@ -178,7 +177,6 @@ class NodeRules:
         return True
 
     def complete_evaluation(self, node_id: str, token: str, result: EvaluationResult) -> bool:
-        """Take the samples of a held-out problem."""
         self._seen(node_id)
         return self._problems.complete(node_id, token, result)
 
@@ -199,7 +197,6 @@ class NodeRules:
         self._lose(entry, reason)
 
     def release(self, node_id: str, tokens: Sequence[str]) -> None:
-        """Hand leases back without counting an attempt. Tokens that are not current are ignored."""
         self._seen(node_id)
         for token in tokens:
             if self._leased_by(node_id, token) is None:

@@ -23,8 +23,6 @@ class NodeCounts(msgspec.Struct, frozen=True, rename={"delivered_tokens": "hande
 
 @dataclass(slots=True)
 class Node:
-    """A node that has joined."""
-
     report: NodeReport
     version: int
     seen_at: float

@@ -56,6 +56,8 @@ class Move(msgspec.Struct, frozen=True):
 class Recorder:
     """Receives every move, in order. This one records nothing: its state is in memory only, or only read."""
 
+    seq = 0  # number of the last record
+
     def record(self, move: Move) -> None: ...
 
     def record_group(self, move: Move, payload: object) -> StoredPayload | None:
@@ -63,11 +65,6 @@ class Recorder:
 
     def status(self) -> StoreStatus | None:
         """The store's status; None when there is no store."""
-
-    @property
-    def seq(self) -> int:
-        """Number of the last record; 0 when nothing is recorded."""
-        return 0
 
 
 @dataclass
@@ -154,7 +151,6 @@ class DeliveryState:
 
     @property
     def window(self) -> Window:
-        """Which tasks may be leased, as of now."""
         run = self.run
         tasks = self.tasks
         return Window(run.groups_per_step, run.max_staleness, self.first_step, tasks.freed_earlier, tuple(tasks.freed))

@@ -54,8 +54,6 @@ ADVICE = {
 
 
 class Stall(msgspec.Struct, frozen=True):
-    """One wait."""
-
     kind: str  # a name for programs; docs/stalls.md lists all of them
     who: str  # the one that waits
     waits_for: str  # the other side, and its progress
@@ -66,7 +64,6 @@ class Stall(msgspec.Struct, frozen=True):
 
     @property
     def advice(self) -> str:
-        """Help for a person when this lasts."""
         return ADVICE.get(self.kind, self.release)
 
 

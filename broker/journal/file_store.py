@@ -286,7 +286,6 @@ def _write_info(folder: Path, info: StoreInfo) -> None:
 
 
 def _segments(folder: Path) -> list[int]:
-    """Numbers of the segments, ascending."""
     return sorted(int(p.stem) for p in folder.glob("*.log") if p.stem.isdigit())
 
 

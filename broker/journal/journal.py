@@ -44,7 +44,6 @@ class Journal(Recorder):
         self.store = store
         self._segment_bytes = segment_bytes
         self._state: DeliveryState | None = None  # nothing is recorded without one
-        self._seq = 0
         self._written_bytes = self._written_records = 0
         self._statistics: Statistics | None = None
         self._statistics_at = 0.0
@@ -56,7 +55,7 @@ class Journal(Recorder):
     def begin(self, state: DeliveryState, seq: int, history: int) -> None:
         """Record from now on, behind `seq`, beginning with a snapshot; `history` is the size of the history."""
         self._state = state
-        self._seq = seq
+        self.seq = seq
         state.open(seq)
         self._writer.start(seq, history)
         self._compact(state)
@@ -77,7 +76,7 @@ class Journal(Recorder):
         writer = self._writer
         state = self._state
         if state is None:
-            return self._seq
+            return self.seq
         if isinstance(writer.failure, StoreFenced):
             raise writer.failure
         if writer.failure is not None:
@@ -96,20 +95,14 @@ class Journal(Recorder):
             if self._written_bytes >= self._segment_bytes and self._written_records >= len(state.tasks.living):
                 self._compact(state)
             writer.kick()
-        return self._seq
-
-    @property
-    def seq(self) -> int:
-        return self._seq
+        return self.seq
 
     @property
     def acknowledged(self) -> int:
-        """Sequence number up to which records are as durable as was asked for."""
         return self._writer.acknowledged
 
     @property
     def stuck(self) -> str:
-        """Why nothing can be written at the moment; '' when it can."""
         return self._writer.stuck
 
     def status(self) -> StoreStatus:
@@ -130,11 +123,11 @@ class Journal(Recorder):
         return whole
 
     def _put(self, body: bytes, payload: memoryview | None = None, stored: StoredPayload | None = None) -> None:
-        self._seq += 1
+        self.seq += 1
         self._written_records += 1
         self._written_bytes += len(body) + (len(payload) if payload is not None else 0)
         self._pending = True
-        self._writer.put(Record(self._seq, body, payload, stored))
+        self._writer.put(Record(self.seq, body, payload, stored))
 
     def _tell_if_stuck(self, state: DeliveryState) -> None:
         before = self._told_stuck
@@ -151,10 +144,10 @@ class Journal(Recorder):
         except StoreUnavailable:
             return  # the writer tries again, and this is called again
         payloads = [
-            Record(self._seq + i, b"", memoryview(cast(bytes, entry.payload)), entry.stored)
+            Record(self.seq + i, b"", memoryview(cast(bytes, entry.payload)), entry.stored)
             for i, entry in enumerate(again, 1)
         ]
-        self._seq += len(payloads)
+        self.seq += len(payloads)
         state.event_log.add("store_rewritten", groups_written=len(payloads), groups_lost=len(lost))
         logger.warning("%s: %d groups are written again, %d are lost", self.store.name, len(payloads), len(lost))
         state.tasks.finished = list(state.tasks.history.serials())
@@ -165,9 +158,9 @@ class Journal(Recorder):
         self._writer.kick()
 
     def _captured(self, state: DeliveryState, rewritten: Sequence[Record] | None = None) -> records.PendingSnapshot:
-        self._seq += 1
+        self.seq += 1
         self._written_bytes = self._written_records = 0
-        return records.PendingSnapshot(state, self._seq, rewritten)
+        return records.PendingSnapshot(state, self.seq, rewritten)
 
 
 class Writer:

@@ -40,8 +40,6 @@ class KeptGroup(msgspec.Struct, frozen=True):
 
 
 class SavedNode(msgspec.Struct, frozen=True):
-    """A node that has joined."""
-
     report: NodeReport
     has_leased: bool = False
 

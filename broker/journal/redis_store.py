@@ -338,7 +338,6 @@ class RedisStore(Store):
         return grown
 
     def size_bytes(self) -> int:
-        """See Store: the log and the payloads."""
         return self._bytes + sum(self._sizes.copy().values())
 
     def _name(self, location: Location) -> str:

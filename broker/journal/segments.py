@@ -61,7 +61,6 @@ def head(seq: int, synced: int, body: bytes, payload_bytes: int, payload_checksu
 
 
 def padded(size: int) -> int:
-    """`size` rounded up to whole blocks."""
     return -(-size // BLOCK) * BLOCK
 
 

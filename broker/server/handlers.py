@@ -243,8 +243,6 @@ class LongPolls:
 
 
 class Handlers:
-    """Answers requests from the state, or parks them."""
-
     def __init__(self, state: DeliveryState, memory: GroupMemory | None = None) -> None:
         self._state = state
         self.answers = Answers(state, memory)

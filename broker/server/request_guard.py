@@ -66,7 +66,6 @@ class RejectionLog:
         self._silent = 0
 
     def note(self, client: bytes, error: wire.WireError, header: bytes, payloads: int) -> None:
-        """A message was refused because of `error`."""
         counts = self._state.rejected
         counts.refused += 1
         who = anonymous(client)
@@ -173,7 +172,6 @@ def refusal(sender: Identity | None, request: wire.AnyRequest) -> str:
 
 
 def reply_bytes(request: wire.AnyRequest, state: DeliveryState) -> int:
-    """Estimated size of the reply."""
     if isinstance(request, wire.AskLedger):
         return LEDGER_ENTRY_BYTES * min(LEDGER_LINES, state.tasks.next_serial)
     if isinstance(request, wire.AskStatus):

@@ -205,7 +205,6 @@ class BrokerServer:
             self._send(parked.client, parked.request, reply)
 
     def _give_up(self, waiting: list[AnyParked]) -> None:
-        """Answer requests that wait no longer."""
         for parked in waiting:
             self._outbox.put(parked.client, nothing(parked.request))
 

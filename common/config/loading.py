@@ -78,7 +78,6 @@ def _built(text: str, document: Document, path: Path, overrides: Sequence[str], 
 
 
 def kind_of(document: Document) -> type[BaseConfig]:
-    """The schema that a document looks like."""
     return SftConfig if _looks_like_sft(document) else Config
 
 
@@ -272,7 +271,6 @@ def _source(key: str, file: str, overridden: set[str]) -> str:
 
 
 def _unknown_key(file: str, at: str, name: str, section: Any, schema: type[msgspec.Struct]) -> ConfigError:
-    """The error about `name` in the section at the key path `at`."""
     key = _join(at, name) or repr(name)
     known = [field.name for field in msgspec.structs.fields(section)]
     elsewhere = [path for path in key_paths(schema) if path.rpartition(".")[2] == name]

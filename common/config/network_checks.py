@@ -74,7 +74,6 @@ class RedisAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_redis(address: str) -> bool:
-    """Whether the address has one of the Redis schemes."""
     return address.startswith(SCHEMES)
 
 

@@ -52,7 +52,6 @@ class EvaluationConfig(EvaluationSchedule, frozen=True, kw_only=True):
 
     @property
     def paths(self) -> list[str]:
-        """The datasets of `held_out`."""
         return [dataset for _, dataset in self.held_out]
 
 

@@ -123,7 +123,6 @@ def quantization_problems(engine: EngineConfig, model: Architecture | None) -> I
 
 
 def passthrough_warnings(config: BaseConfig) -> Iterator[str]:
-    """A sentence for each section that passes options on."""
     for key, package, extra in _extras(config):
         if extra:
             yield f"{key}: {', '.join(extra)} go to {package} untested; the proofs of docs/guarantees.md may fail."

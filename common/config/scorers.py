@@ -180,7 +180,6 @@ def _named(scorers: Mapping[str, ScorerConfig], tasks: TasksConfig) -> Iterator[
 
 
 def scorers_of(tasks: TasksConfig) -> set[str]:
-    """The scorers that the rewards of one source name."""
     rewards = tasks.reward if isinstance(tasks.reward, list) else ()
     return {entry.scorer for entry in rewards if entry.scorer is not None}
 

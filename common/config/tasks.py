@@ -111,7 +111,6 @@ class EpisodesConfig(RowsConfig, frozen=True, kw_only=True):
 
     @property
     def filters(self) -> bool:
-        """Whether rows are left out by their success rate."""
         return self.min_success is not None or self.max_success is not None
 
 

@@ -52,7 +52,6 @@ class Series:
 
 
 def escaped(word: str) -> str:
-    """A label's value between quotes."""
     return word.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 

@@ -51,7 +51,6 @@ def only_one(path: Path, does: str) -> IO[str]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process has the lock."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -136,8 +136,6 @@ def give_password(socket: "zmq.Socket[Any]", password: str) -> None:
 
 
 class CurveGate(Gate):
-    """Lets only some keys into CURVE sockets."""
-
     def __init__(self, context: "zmq.Context[Any]", keys: KeyPair, allowed: Any) -> None:
         """`allowed.callback(domain, key)` says in another thread whether a connection that proved `key` is let in."""
         super().__init__(context)

@@ -93,8 +93,6 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """The policy's answer."""
-
     text: str  # without tool calls and end token
     calls: tuple[tuple[str, ToolCall], ...]  # with their ids
     finish_reason: str  # stop, length or tool_calls
@@ -124,6 +122,11 @@ class _Call(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
+def text_of(found: str | Iterable[Any] | None) -> str:
+    """A content: a text, or parts that have one each."""
+    return found if isinstance(found, str) else "".join(part.text for part in found or ())
+
+
 class _ChatMessage(msgspec.Struct, omit_defaults=True):
     """A message as chat templates want it: its content as text, arguments of calls as objects."""
 
@@ -135,8 +138,7 @@ class _ChatMessage(msgspec.Struct, omit_defaults=True):
 
     def __post_init__(self) -> None:
         self.role = "system" if self.role == "developer" else self.role  # templates know only the older name
-        found = self.content or ""
-        self.content = found if isinstance(found, str) else "".join(part.text for part in found)
+        self.content = text_of(self.content)
         # Templates ask whether a message has these, so what is empty is left out.
         self.tool_call_id = self.tool_call_id or None
         self.name = self.name or None
@@ -175,8 +177,6 @@ class Request(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(Request, kw_only=True):
-    """The body of a chat completion."""
-
     said: Annotated[list[_ChatMessage], msgspec.Meta(min_length=1)] = msgspec.field(name="messages")
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     logprobs: bool | None = None
@@ -190,7 +190,6 @@ class ChatRequest(Request, kw_only=True):
 
     @property
     def scored(self) -> bool:
-        """Whether the answer has log-probabilities."""
         return bool(self.logprobs)
 
     @property
@@ -305,7 +304,6 @@ def functions(tools: Iterable[tuple[str, str | None, dict[str, Any] | None]]) ->
 
 
 def assistant(answer: Answer) -> Message:
-    """The policy's answer as a message."""
     calls = [{"name": call.name, "arguments": json.loads(call.arguments)} for _, call in answer.calls]
     return {"role": "assistant", "content": answer.text, "tool_calls": [{"function": call} for call in calls]}
 

@@ -27,12 +27,13 @@ from rollout_fleet.episode.rendering import Message
 logger = logging.getLogger(__name__)
 
 BODY_BYTES = 32 << 20
+Said = dict[str, list[Message]]  # an episode's conversations by the id of the response that ended them
 
 
 class Dialect(Protocol):
     """One request in the words of an API, and its answer."""
 
-    def read(self, body: Any, terms: api.Terms) -> api.AnyRequest: ...
+    def read(self, body: Any, terms: api.Terms, said: Said) -> api.AnyRequest: ...
 
     def body(self, answer: api.Answer, request: Any, number: int) -> dict[str, Any]: ...
 
@@ -42,14 +43,9 @@ class Dialect(Protocol):
 
 
 class _Chats:
-    """Chat completions."""
-
     kind: type[api.AnyRequest] = api.ChatRequest
 
-    def __init__(self, said: dict[str, list[Message]]) -> None:
-        """`said` is of no use here, because every request repeats its conversation."""
-
-    def read(self, body: Any, terms: api.Terms) -> api.AnyRequest:
+    def read(self, body: Any, terms: api.Terms, said: Said) -> api.AnyRequest:
         return api.read(body, self.kind, terms)
 
     def body(self, answer: api.Answer, request: api.AnyRequest, number: int) -> dict[str, Any]:
@@ -74,7 +70,7 @@ class Session:
         self.base_url = endpoint.base_url
         self.api_key = secrets.token_urlsafe(32)
         self.broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()  # the engine's failure
-        self.said: dict[str, list[Message]] = {}  # conversations by the id of the response that ended them
+        self.said: Said = {}
         self._asking: set[asyncio.Task[api.Answer]] = set()
         self._sessions[self.api_key] = self
 
@@ -130,18 +126,18 @@ class Endpoint:
     async def _models(self, request: web.Request) -> web.Response:
         session = self._session(request)
         if session is None:
-            return _denied(_Chats({}))
+            return _denied(_Chats())
         names = [api.MODEL, *(f"{api.MODEL}/{name}" for name in session.conversation.terms.agents)]
         data = [{"id": name, "object": "model", "owned_by": "job"} for name in names]
         return web.json_response({"object": "list", "data": data})
 
     async def _serve(self, request: web.Request, kind: type[Any]) -> web.StreamResponse:
         session = self._session(request)
-        dialect: Dialect = kind({} if session is None else session.said)
+        dialect: Dialect = kind()
         if session is None:
             return _denied(dialect)
         try:
-            asked = dialect.read(json.loads(await request.read()), session.conversation.terms)
+            asked = dialect.read(json.loads(await request.read()), session.conversation.terms, session.said)
             if self._session(request) is None:  # the episode has ended meanwhile
                 return _denied(dialect)
             answer = await session.answer(asked)

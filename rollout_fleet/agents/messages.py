@@ -61,18 +61,13 @@ class Request(msgspec.Struct, kw_only=True):
 
 
 class Messages:
-    """One request and its answer."""
-
-    def __init__(self, said: dict[str, list[Message]]) -> None:
-        """`said` is of no use here, because every request repeats its conversation."""
-
-    def read(self, body: Any, terms: Terms) -> ChatRequest:
-        """The chat that the request asks for; raises BadRequest as api.read."""
+    def read(self, body: Any, terms: Terms, said: dict[str, list[Message]]) -> ChatRequest:
+        """The chat that the request asks for, which repeats its conversation; raises BadRequest as api.read."""
         rest = api.without_neutral(body, NEUTRAL)
         asked = api.convert(rest, Request)
         if asked.said[-1].role != "user":
             raise BadRequest("'messages' must end with the user's: answers are not begun for the policy", "messages")
-        system = [{"role": "system", "content": _text(asked.system)}] if asked.system else []
+        system = [{"role": "system", "content": api.text_of(asked.system)}] if asked.system else []
         chat: dict[str, Any] = {"messages": system + [part for said in asked.said for part in _messages(said)]}
         chat |= {"max_tokens": asked.max_tokens, "stop": asked.stop_sequences}
         chat |= {"tools": api.functions((t.name, t.description, t.input_schema) for t in asked.tools or ())}
@@ -100,7 +95,6 @@ class Messages:
         }
 
     def events(self, body: dict[str, Any], request: ChatRequest) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(name, data) of the stream's events."""
         for kind, data in _events(body):
             yield kind, {"type": kind, **data}
 
@@ -114,7 +108,7 @@ def _messages(message: _Message) -> Iterator[Message]:
     blocks = [_Text(message.content)] if isinstance(message.content, str) else message.content
     for block in blocks:
         if isinstance(block, _Result):
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": api.text_of(block.content)}
     texts = [block.text for block in blocks if isinstance(block, _Text)]
     uses = [
         {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
@@ -123,10 +117,6 @@ def _messages(message: _Message) -> Iterator[Message]:
     ]
     if texts or uses:
         yield {"role": message.role, "content": "".join(texts), **({"tool_calls": uses} if uses else {})}
-
-
-def _text(found: str | list[_Text] | None) -> str:
-    return found if isinstance(found, str) else "".join(part.text for part in found or ())
 
 
 def _events(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -61,24 +61,20 @@ class Request(msgspec.Struct, kw_only=True):
 
 
 class Responses:
-    """One request and its answer."""
+    def read(self, body: Any, terms: Terms, said: dict[str, list[Message]]) -> ChatRequest:
+        """The chat that the request asks for; raises BadRequest as api.read.
 
-    def __init__(self, said: dict[str, list[Message]]) -> None:
-        """`said`: the episode's conversations by the id of the response that ended them, without instructions."""
-        self._said = said
-        self._messages: list[Message] = []
-        self._body: dict[str, Any] = {}
-
-    def read(self, body: Any, terms: Terms) -> ChatRequest:
-        """The chat that the request asks for; raises BadRequest as api.read."""
+        `said`: the episode's conversations by the id of the response that ended them, without instructions.
+        """
         rest = api.without_neutral(body, NEUTRAL)
         asked = api.convert(rest, Request)
-        before = self._said.get(asked.previous_response_id or "", [])
+        before = said.get(asked.previous_response_id or "", [])
         if asked.previous_response_id and not before:
             message = "'previous_response_id' must be a response of this episode"
             raise BadRequest(message, "previous_response_id", "previous_response_not_found")
-        self._messages = [*before, *_messages(asked.input)]
-        self._body = body
+        self._said = said
+        self._messages: list[Message] = [*before, *_messages(asked.input)]
+        self._body: dict[str, Any] = body
         system = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
         chat = {"messages": system + self._messages, "max_tokens": asked.max_output_tokens}
         chat |= {"tools": api.functions((t.name, t.description, t.parameters) for t in asked.tools or ())}
@@ -133,19 +129,15 @@ def _messages(found: str | list[_Item]) -> list[Message]:
     messages: list[Message] = []
     for item in [_Item(content=found)] if isinstance(found, str) else found:
         if item.type == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": api.text_of(item.output)})
         elif item.type == "message":
-            messages.append({"role": item.role, "content": _text(item.content)})
+            messages.append({"role": item.role, "content": api.text_of(item.content)})
         else:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             function = {"name": item.name, "arguments": item.arguments}
             messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
     return messages
-
-
-def _text(found: _Text) -> str:
-    return found if isinstance(found, str) else "".join(part.text for part in found)
 
 
 def _events(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

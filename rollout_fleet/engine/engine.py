@@ -23,8 +23,9 @@ from common.config.passthrough import passthrough_warnings
 from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
 from common.rollouts import VersionRun
+from common.weights.receive.weight_client import WeightClient
 from rollout_fleet.engine import scheduler_stats
-from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation, Session, WeightFeed
+from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation, Session
 from rollout_fleet.vllm_patches import engine_start, shared_files, socket_folder
 from rollout_fleet.vllm_patches.engine_process import salt, session_key
 from rollout_fleet.vllm_plugin import BACKEND
@@ -380,7 +381,7 @@ def profiler_config(folder: Path) -> dict[str, Any]:
     }
 
 
-async def record_profiles(engine: Engine, feed: WeightFeed, telemetry: TelemetryConfig, node_id: str) -> None:
+async def record_profiles(engine: Engine, feed: WeightClient, telemetry: TelemetryConfig, node_id: str) -> None:
     """Profile each chosen version from its flip to the end of the next one. Failures are logged."""
     left = set(telemetry.profile_steps)
     try:

@@ -3,7 +3,6 @@
 Imports neither torch nor vllm, so that config checks may use it.
 """
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from common.import_path import load
@@ -26,7 +25,6 @@ BUILT_IN = {
 }
 REWARD_FUNCTION = "rollout_fleet.environments.builtin.reward_function:RewardFunction"
 KEY = "tasks.environment"
-EXPECTED = "a built-in environment or 'module:Class'"
 
 
 def played(tasks: "TasksConfig") -> tuple[str, dict[str, Any]]:
@@ -42,13 +40,6 @@ def played(tasks: "TasksConfig") -> tuple[str, dict[str, Any]]:
     return REWARD_FUNCTION, {name: msgspec.to_builtins(getattr(tasks, name)) for name in names}
 
 
-def resolve(
-    name: str, file: str = "config", key: str = KEY, built_in: Mapping[str, str] = BUILT_IN, expected: str = EXPECTED
-) -> Any:
-    """The class, or the agent's function, that `tasks.environment` names; description.py checks it.
-
-    The working directory is searched as well, so that an environment may live beside the config's job. Raises
-    ConfigError for an unknown name, with the nearest valid one. `key`, `built_in`, `expected`: for names of another
-    key, such as `tasks.reward`.
-    """
-    return load(name, built_in=built_in, file=file, key=key, expected=expected)
+def resolve(name: str, file: str = "config") -> Any:
+    """The class, or the agent's function, that a name stands for; description.py checks it. Raises as `load`."""
+    return load(name, built_in=BUILT_IN, file=file, key=KEY, expected="a built-in environment or 'module:Class'")

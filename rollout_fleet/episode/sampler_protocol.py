@@ -1,4 +1,4 @@
-"""The engine and its weights, as the episode driver and the node loop see them without importing vllm or torch."""
+"""The engine, as the episode driver and the node loop see it without importing vllm or torch."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -7,7 +7,6 @@ from typing import Literal, Protocol
 import numpy as np
 
 from common.rollouts import VersionRun
-from common.weights.receive.contract import WeightsState
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -54,19 +53,6 @@ class Sampler(Protocol):
 
         Raises SlipstreamError when the engine is dead, ValueError when this request cannot be served.
         """
-        ...
-
-
-class WeightFeed(Protocol):
-    """The node's source of weights: common/weights/receive/weight_client.py, which flips the engine by itself."""
-
-    state: WeightsState
-
-    def follow(self, address: str, incarnation: int) -> None:
-        """The learner's address from a heartbeat; '' while no learner is attached."""
-
-    async def wait_change(self, timeout_s: float) -> WeightsState:
-        """Return when `state` differs from what it was at the call, or after `timeout_s`."""
         ...
 
 

@@ -96,7 +96,6 @@ class NodeStatusTracker:
             self._cancelled = Waste(self._cancelled.tokens + tokens, self._cancelled.seconds + seconds)
 
     def sample_failed(self, reason: str) -> None:
-        """Count a sample that failed, by its stop reason."""
         with self._lock:
             self._failed[reason] = self._failed.get(reason, 0) + 1
 

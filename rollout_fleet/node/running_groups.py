@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,9 +23,12 @@ from common.rollouts import Group, GroupMeta, Sample, Task, encode_group
 from common.span_buffer import SPANS
 from rollout_fleet.episode.concurrency import Slots
 from rollout_fleet.episode.driver import EpisodeDriver, Progress
-from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightFeed
+from rollout_fleet.episode.sampler_protocol import EngineCounters
 from rollout_fleet.node.heartbeat import RETRY_S, BrokerTimeout
 from rollout_fleet.node.node_status import NodeStatusTracker
+
+if TYPE_CHECKING:  # importing it takes torch
+    from common.weights.receive.weight_client import WeightClient
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ class NodeParts:
     """The parts of a node; rollout_fleet/main.py builds the real ones."""
 
     broker: NodeBroker
-    feed: WeightFeed
+    feed: "WeightClient"
     drivers: Mapping[str, EpisodeDriver]  # one for each source; '' names the only one
     concurrency: int  # episodes at once, to begin with
     status: NodeStatusTracker

@@ -36,8 +36,6 @@ from rollout_fleet.scorers.requests import ScorerFailed, text_of_prompt
 
 @dataclass(frozen=True)
 class _Judge:
-    """A reward that a scorer gives."""
-
     scorer: Scorer
     metric: str
     weight: float
@@ -131,7 +129,6 @@ class ScoredDriver(EpisodeDriver):
         return [done.get(number, sample) for number, sample in enumerate(samples)]
 
     def _added(self, sample: Sample, found: Sequence[tuple[dict[str, float], str]]) -> Sample:
-        """The sample with the scores that pairwise scorers found."""
         reward, metrics, said = _summed(self._comparing, found, sample.metrics)
         rewards = [*sample.turn_rewards[:-1], sample.turn_rewards[-1] + reward]
         return msgspec.structs.replace(

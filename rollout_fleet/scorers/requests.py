@@ -40,8 +40,6 @@ class Answer:
 
 @dataclass(frozen=True)
 class Score(Answer):
-    """A judge's or a reward model's answer."""
-
     value: float
     said: str  # the beginning of the model's name by its server, and of what it answered
 

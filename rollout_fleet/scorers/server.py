@@ -112,7 +112,6 @@ def _flags(flags: Mapping[str, Any]) -> Iterator[str]:
 
 
 def environment(scorer: ScorerConfig, ours: Mapping[str, str]) -> dict[str, str]:
-    """The variables of vLLM's processes."""
     own = {PLAIN_ENGINE: "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if {**CPU_FLAGS, **scorer.serve}["enforce_eager"] is True:
         own["TORCHDYNAMO_DISABLE"] = "1"

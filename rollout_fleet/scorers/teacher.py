@@ -33,7 +33,6 @@ class Teacher:
 
     @classmethod
     def of(cls, config: Config, told: DistillationConfig) -> Self:
-        """The teacher of the job's loss."""
         scorer = Scorer(told.teacher, config.scorers[told.teacher])
         return cls(told.teacher, scorer, top_k=told.wanted, vocabulary=vocabulary_of(config.model.path))
 

@@ -25,8 +25,6 @@ LOOK_S = 0.02
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """A worker process and the shared files that it maps."""
-
     pid: int
     started: int  # clock ticks since the machine's start
     files: dict[str, int]  # name to inode

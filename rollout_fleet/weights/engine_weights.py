@@ -84,7 +84,6 @@ class EngineWeights:
             raise SlipstreamError(self._broken)
 
     async def tell(self, message: bytes, node_id: str) -> bytes:
-        """Hand an encoded message about weights to the workers; returns its encoded answer, b'' if it has none."""
         if self._flipping is not None:  # its caller may have left, but it still needs the buffer
             await asyncio.wait([self._flipping])
         return (await self._rpc("slipstream_handle", message=message, node_id=node_id))[0]

@@ -61,8 +61,6 @@ class WeightTarget(Protocol):
 
 @dataclass(frozen=True)
 class WeightsState:
-    """The state of the node's weights, for leasing and reports."""
-
     version: int = -1  # the engine's, -1 before the first; so is `incarnation`
     incarnation: int = -1
     flipping: bool = False

@@ -280,7 +280,6 @@ class Receiver:
             self._server.withdraw()
 
     def _start(self, publish: Publish) -> None:
-        """Begin to receive it."""
         try:
             layout, member = self._check(publish)
         except Mismatch as mismatch:

@@ -39,15 +39,12 @@ Place = tuple[int, bool, int, bytes]  # the smallest of an end's is best; the la
 
 @dataclass
 class Standstill:
-    """A part that stands still at a node."""
-
     since: float
     heard: float  # when the node said it last
     said: Stalled
     times: int = 1  # that the node said it
 
     def is_at(self, said: Stalled) -> bool:
-        """Whether a later report is about the same standstill."""
         return (self.said.source, self.said.pieces) == (said.source, said.pieces)
 
 
@@ -85,7 +82,6 @@ class Chain:
     _began: int = 0
 
     def add(self, node: bytes, link: Link) -> None:
-        """A node begins, or is a holder of the version."""
         self._began += 1
         link.number = self._began
         self.links[node] = link
@@ -139,7 +135,6 @@ class Chain:
         return self.load[node], link.done is None, -link.number, node
 
     def address(self, part: int, source: bytes | None) -> str:
-        """Where a source serves it."""
         node = self.links[source].view.address if source is not None else None
         return node or self.payload.parts[part].origin
 
@@ -249,7 +244,6 @@ class Chains:
                         self._reroute(chain, link, part, gone.sources[part])
 
     def stalled(self, node: bytes, said: Stalled, now: float) -> None:
-        """A node says that a part stands still."""
         for chain in self._chains:
             link = chain.links.get(node)
             if link is None or link.done is not None or link.epoch != said.epoch or said.part >= len(link.sources):

@@ -70,8 +70,6 @@ class PublishControl:
         self._stop_by: float | None = None  # perf_counter seconds
 
     def post(self, call: Callable[[], object]) -> None:
-        """Let the control thread make this call."""
-
         def made() -> None:
             self._fleet.stir()
             call()

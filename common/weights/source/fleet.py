@@ -51,7 +51,6 @@ class Fleet:
         self._meant: tuple[Snapshot, Snapshot | None] | None = None
 
     def add(self, node: NodeView) -> None:
-        """A node joined."""
         self.nodes[node.identity] = node
         self.strangers[node.identity] = None
         self.stir()
@@ -61,7 +60,6 @@ class Fleet:
         self.changed = self.stirred = True
 
     def take(self, identity: bytes, after: NodeView) -> None:
-        """A node took a step."""
         before = self.nodes[identity]
         self.nodes[identity] = after
         if after.state is NodeState.GONE:
@@ -74,7 +72,6 @@ class Fleet:
             self._touched |= {view.attempt: None for view in (before, after) if view.attempt is not None}
 
     def touch(self, attempt: Attempt) -> None:
-        """Something happened to an attempt."""
         self._touched[attempt] = None
 
     def touched(self) -> list[Attempt]:
@@ -113,7 +110,6 @@ class Pings:
     """Whose turn it is to be pinged: each node once in an interval, a few at a time."""
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: weights.timeout_s."""
         self._bound_s = silence_bound(timeout_s)
         self._last = 0.0  # perf_counter seconds
         self._round: Iterator[bytes] = iter(())  # nodes that get one before any gets another

@@ -65,7 +65,6 @@ class Route:
         return self.failures if self.version == version else 0
 
     def failed(self, version: int) -> "Route":
-        """One more attempt at `version` failed."""
         return replace(self, failures=self.failures_at(version) + 1, version=version)
 
     def to_relay(self, published: int) -> "Route":
@@ -80,8 +79,6 @@ class Route:
 
 
 class NodeView(msgspec.Struct, frozen=True):  # no dataclass: each message makes a new one, which takes those 10 us
-    """A node as the learner sees it."""
-
     identity: bytes  # its connection
     node_id: str
     heard: float  # when its last message came, perf_counter seconds
@@ -369,8 +366,6 @@ class Undelivered:
 
 @dataclass(frozen=True)
 class PublishStats:
-    """The weight plane so far."""
-
     published: int = 0  # versions handed to `publish`
     publish_s: float = 0.0  # from `publish` to the last Staged of the newest finished publish
     publish_bytes: int = 0  # sent for it, over all nodes
@@ -404,7 +399,6 @@ class Figures:
             self._changed.notify_all()
 
     def offered(self, snapshot: Snapshot) -> None:
-        """Count a version that was handed over for sending."""
         if snapshot.canary is not None:
             self._canary_version = snapshot.version
         self.change(published=self.now.published + 1)

@@ -179,7 +179,6 @@ class RemoteSource:
         self._wake.send()
 
     def close(self) -> None:
-        """Serve nothing more."""
         self._closing = True
         self._wake.send()
         self._thread.join(5)

@@ -89,7 +89,6 @@ class DeviceGroup:
         self._wait(self._call(connect), epoch.timeout_s, f"epoch {epoch.epoch} did not form")
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
-        """Rank 0's bytes into everyone's `bucket` [n] uint8; the wait raises RuntimeError at the deadline."""
         done = self._call(lambda: self._cross(bucket))
         return lambda: self._wait(done, timeout_s, "a broadcast did not finish")
 

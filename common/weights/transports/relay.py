@@ -394,7 +394,6 @@ class PartFetches:
                 self._fetches[part].reroute(source)
 
     def close(self) -> None:
-        """Let `run` end soon."""
         with self._lock:
             self._closed = True
             for fetch in self._fetches:

@@ -40,12 +40,7 @@ Bytes = NDArray[np.uint8]
 
 
 class WrongDelta(Damaged):
-    """A stream that no encoder made for this buffer, or one that was damaged on its way.
-
-    `block` is the number of the wrong block, None for bytes behind the last one.
-    """
-
-    block: int | None = None
+    """A stream that no encoder made for this buffer, or one that was damaged on its way."""
 
 
 def encode(old: torch.Tensor, new: torch.Tensor, block_bytes: int, threads: int = 1) -> torch.Tensor:
@@ -79,9 +74,7 @@ def apply(stream: torch.Tensor, flat: torch.Tensor, block_bytes: int) -> None:
         try:
             at = _apply_block(data, at, words[start : start + step])
         except WrongDelta as error:
-            wrong = WrongDelta(f"block {start // step}: {error}")
-            wrong.block = start // step
-            raise wrong from None
+            raise WrongDelta(f"block {start // step}: {error}") from None
     if at != len(data):
         raise WrongDelta(f"{len(data) - at} bytes are left over behind the last block")
 

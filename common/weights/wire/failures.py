@@ -53,32 +53,22 @@ class WeightsError(RuntimeError):
 
 
 class GivenUp(WeightsError):
-    """Another transfer took the place of this one, or this side closed."""
-
     kind = FailureKind.GIVEN_UP
 
 
 class Late(WeightsError):
-    """Not everything, or not everyone, came before the deadline."""
-
     kind = FailureKind.LATE
 
 
 class GroupFailed(WeightsError):
-    """A collective group did not form, or is of no use any more."""
-
     kind = FailureKind.GROUP
 
 
 class Damaged(WeightsError):
-    """Other bytes arrived than were sent."""
-
     kind = FailureKind.DAMAGED
 
 
 class Mismatch(WeightsError):
-    """An announcement does not fit what this node was told, or what it has."""
-
     kind = FailureKind.MISMATCH
 
 

@@ -224,8 +224,6 @@ class Serve(msgspec.Struct, frozen=True, tag="serve"):
 
 
 class Reroute(msgspec.Struct, frozen=True, tag="reroute"):
-    """Fetch the rest of a part from `source`."""
-
     epoch: int
     part: int
     source: str

@@ -14,9 +14,8 @@ from numbers import Real
 from typing import Any
 
 from common.errors import ConfigError
-from common.import_path import check_arguments
+from common.import_path import check_arguments, load
 from rollout_fleet.environments.protocol import Action, Chat, StepResult
-from rollout_fleet.environments.registry import resolve
 from rollout_fleet.environments.reward_library import BUILT_IN, column_of, text_of
 
 KEY = "tasks.reward"
@@ -89,7 +88,7 @@ def _rewards(
         if entry["function"] is None:
             continue  # a scorer's; the node asks it
         key = KEY if isinstance(reward, str) else f"{KEY}[{number}].function"
-        found = resolve(entry["function"], file, key, BUILT_IN, EXPECTED)
+        found = load(entry["function"], built_in=BUILT_IN, file=file, key=key, expected=EXPECTED)
         if not callable(found) or inspect.isclass(found):
             reason = f"{entry['function']!r}, which is a {type(found).__name__}"
             raise ConfigError(file, key, "a function (completion, row)", reason, "tasks.environment takes classes")

@@ -178,8 +178,6 @@ class _ForkServer:
 
 
 class Channel:
-    """The connection to one episode's process."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
@@ -207,8 +205,6 @@ class Channel:
 
 
 class ProcessBackend(backend.Backend):
-    """Each environment or agent in a process of its own."""
-
     def __init__(
         self, path: str, options: dict[str, Any], limits: Limits, timeout_s: float, host: ProcessHost, shares_seed: bool
     ) -> None:

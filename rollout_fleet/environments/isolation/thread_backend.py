@@ -152,8 +152,6 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class ThreadBackend(backend.Backend):
-    """Environments or agents on the environments' thread."""
-
     def __init__(self, kind: Callable[..., Any], options: dict[str, Any], thread: EnvironmentThread) -> None:
         super().__init__(options, backend.takes_group_seed(kind))
         self._kind = kind

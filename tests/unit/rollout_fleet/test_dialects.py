@@ -101,8 +101,8 @@ def test_a_stream_of_responses_is_the_answer_piece_by_piece_in_the_client_s_own_
 
 
 def test_a_response_that_its_limit_cut_is_incomplete() -> None:
-    dialect = Responses({})
-    asked = dialect.read({"input": "hi", "max_output_tokens": 3}, TERMS)
+    dialect = Responses()
+    asked = dialect.read({"input": "hi", "max_output_tokens": 3}, TERMS, {})
     body = dialect.body(api.Answer("abc", (), "length", [1, 2], [3, 4, 5], [], []), asked, 7)
     assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert [kind for kind, _ in dialect.events(body, asked)][-1] == "response.incomplete"
@@ -111,12 +111,12 @@ def test_a_response_that_its_limit_cut_is_incomplete() -> None:
 def test_a_response_of_another_episode_is_not_taken_for_one_of_this() -> None:
     episodes: list[dict[str, Any]] = [{}, {}]
     for said in episodes:
-        dialect = Responses(said)
-        dialect.body(api.Answer("a", (), "stop", [1], [2], [], []), dialect.read({"input": "hi"}, TERMS), 1)
+        dialect = Responses()
+        dialect.body(api.Answer("a", (), "stop", [1], [2], [], []), dialect.read({"input": "hi"}, TERMS, said), 1)
     (own,), (other,) = episodes
-    Responses(episodes[0]).read({"input": "more", "previous_response_id": own}, TERMS)
+    Responses().read({"input": "more", "previous_response_id": own}, TERMS, episodes[0])
     with refused(BadRequest, "'previous_response_id'"):
-        Responses(episodes[0]).read({"input": "more", "previous_response_id": other}, TERMS)
+        Responses().read({"input": "more", "previous_response_id": other}, TERMS, episodes[0])
 
 
 def test_what_responses_cannot_have_reaches_the_client_by_its_name() -> None:
@@ -148,7 +148,7 @@ REFUSED: dict[str, list[Any]] = {
 @pytest.mark.parametrize(("name", "found"), [(name, value) for name, values in REFUSED.items() for value in values])
 def test_what_a_response_would_not_get_is_refused_by_name(name: str, found: Any) -> None:
     with refused(BadRequest, f"'{name}'") as caught:
-        Responses({}).read({"input": "hi", name: found}, TERMS)
+        Responses().read({"input": "hi", name: found}, TERMS, {})
     assert (caught.value.parameter, caught.value.status) == (name, 400)
 
 
@@ -157,7 +157,7 @@ def test_every_parameter_of_the_client_s_responses_is_decided_on() -> None:
     of_the_client = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
     for name in set(inspect.signature(ResponsesClient.create).parameters) - of_the_client:
         try:
-            Responses({}).read({"input": "hi", name: "some value"}, TERMS)
+            Responses().read({"input": "hi", name: "some value"}, TERMS, {})
         except BadRequest as error:
             unknown |= {name} if UNKNOWN in str(error) else set()
     assert unknown <= {"access_programs", "context_management", "image", "max_tool_calls"}, "refused as unknown"
@@ -271,7 +271,7 @@ BAD: dict[str, list[Any]] = {
 @pytest.mark.parametrize(("name", "found"), [(name, value) for name, values in BAD.items() for value in values])
 def test_what_a_message_would_not_get_is_refused_by_name(name: str, found: Any) -> None:
     with refused(BadRequest, f"'{name}'") as caught:
-        Messages({}).read({"messages": HI, "max_tokens": 9, name: found}, TERMS)
+        Messages().read({"messages": HI, "max_tokens": 9, name: found}, TERMS, {})
     assert (caught.value.parameter, caught.value.status) == (name, 400)
 
 
@@ -283,5 +283,5 @@ def test_a_message_s_neutral_values_are_taken_and_no_tools_are_offered_with_tool
         "thinking": {"type": "disabled"},
         "metadata": {"user_id": "u"},
     }
-    assert json.loads(Messages({}).read({**body, "tool_choice": {"type": "auto"}}, TERMS).tools) == [CHAT_TOOL]
-    assert Messages({}).read({**body, "tool_choice": {"type": "none"}}, TERMS).tools == ""
+    assert json.loads(Messages().read({**body, "tool_choice": {"type": "auto"}}, TERMS, {}).tools) == [CHAT_TOOL]
+    assert Messages().read({**body, "tool_choice": {"type": "none"}}, TERMS, {}).tools == ""

@@ -116,8 +116,8 @@ def test_a_stream_that_ends_early_or_late_is_refused_and_says_where(cut: int) ->
         delta.apply(stream[:-cut].clone(), flat(np.arange(512)), 512)
     with pytest.raises(WrongDelta) as long:
         delta.apply(torch.cat([stream, torch.zeros(cut, dtype=torch.uint8)]), flat(np.arange(512)), 512)
-    assert (short.value.block, long.value.block) == (1, None)
-    assert str(len(stream) - cut) in str(short.value) and str(cut) in str(long.value)
+    assert str(short.value).startswith("block 1: ") and str(len(stream) - cut) in str(short.value)
+    assert str(long.value).startswith(f"{cut} bytes are left over")
 
 
 def test_sizes_that_do_not_fit_and_unknown_kinds_are_refused() -> None:
@@ -125,7 +125,7 @@ def test_sizes_that_do_not_fit_and_unknown_kinds_are_refused() -> None:
     stream[0] = 3
     with pytest.raises(WrongDelta) as unknown:
         delta.apply(stream, flat(np.arange(64)), 128)
-    assert unknown.value.block == 0 and "kind 3" in str(unknown.value)
+    assert str(unknown.value).startswith("block 0: kind 3")
     four, six = torch.zeros(4, dtype=torch.uint8), torch.zeros(6, dtype=torch.uint8)
     wrong = [(four, six, 4, 6), (four[:3], four[:3], 4, 3), *((four, four, block, block) for block in (0, 3, -2))]
     for old, new, block, size in wrong:
