@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -205,6 +205,34 @@ class Cells:
             raise SystemExit(f"not measured yet: {', '.join(left)}; the same command continues")
         return {name: figures for name, figures in found.items() if figures is not None}
 
+    def measure(
+        self,
+        wanted: Mapping[str, Sequence[Any]],
+        work: Callable[..., Figures],
+        budget_s: float,
+        told: Callable[[Figures], Figures],
+        workers: int | None = None,
+    ) -> dict[str, Figures]:
+        """`work(*wanted[name])` of every cell that is missing, then `all` of them; `told` has what is printed of one.
+
+        None begins that would end beyond the budget. `workers` as in `on_cores`; None: one by one, on all cores.
+        """
+        end = time.monotonic() + budget_s
+
+        def make(name: str) -> None:
+            began = time.monotonic()
+            if began + self.expected_s(name) <= end:
+                self.keep(name, found := work(*wanted[name]), began)
+                print(name, json.dumps(told(found)), flush=True)
+
+        left = self.missing([*wanted], workers or 1)
+        if workers is None:
+            for name in left:
+                make(name)
+        else:
+            on_cores(workers, make, [(name,) for name in left])
+        return self.all([*wanted])
+
     def keep(self, name: str, figures: Figures, began: float) -> None:
         """Write a cell whose measurement began at `began` of the monotonic clock."""
         cell = {"key": self.key, "took_s": round(time.monotonic() - began, 1), "figures": figures}
@@ -339,6 +367,23 @@ def steps_to(rewards: Sequence[float], level: float) -> int | None:
         if smoothed >= level:
             return step
     return None
+
+
+def reached(figures: Figures, curve: str, level: float) -> dict[str, Any]:
+    """Steps, seconds and samples until a run's smoothed `curve` reaches `level`; None where it never does."""
+    steps = steps_to(figures[curve], level)
+    if steps is None:
+        return {"steps": None, "seconds": None, "samples": None}
+    return {"steps": steps, "seconds": figures["times_s"][steps - 1], "samples": steps * figures["samples_per_step"]}
+
+
+def reached_each(runs: Sequence[Figures], curve: str, level: float) -> dict[str, Any]:
+    """`reached` of every seed's run, and the medians where all of them reach the level."""
+    ends, made = [reached(figures, curve, level) for figures in runs], dict[str, Any]()
+    for name in ("steps", "seconds", "samples"):
+        values = made[f"{name}_each"] = [end[name] for end in ends]
+        made[name] = statistics.median(values) if None not in values else None
+    return made
 
 
 def python_path() -> str:
