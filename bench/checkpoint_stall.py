@@ -19,10 +19,7 @@ assumption. The stall of `gathered` is the measured one for each GiB of states o
 """
 
 import math
-import multiprocessing
-import os
 import resource
-import socket
 import statistics
 import tempfile
 import time
@@ -49,10 +46,8 @@ LARGE = {
 }
 
 
-def rank_work(rank: int, ranks: int, folder: str, port: int, rounds: int, pipe: Connection) -> None:
+def rank_work(rank: int, folder: str, rounds: int, pipe: Connection) -> None:
     """One rank of a world: both ways in turns, then a load; sends its figures."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
 
     from common.config.schema import LearnerConfig, ModelConfig
@@ -110,15 +105,6 @@ def rank_work(rank: int, ranks: int, folder: str, port: int, rounds: int, pipe: 
     pipe.send(found)
 
 
-def forked(*arguments: Any) -> Connection:
-    """Our end of the pipe of a rank that has imported Megatron already."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    context.Process(target=rank_work, args=(*arguments, theirs), daemon=True).start()
-    theirs.close()
-    return ours
-
-
 def counted(work: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
     """`work`, which adds its CPU to `seconds`."""
 
@@ -139,11 +125,7 @@ def world(hidden: int, ranks: int, rounds: int, layers: int = LAYERS) -> list[di
             Path(folder) / "model", vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=3 * hidden,
             num_hidden_layers=layers,
         )  # fmt: skip
-        with socket.socket() as bound:
-            bound.bind(("127.0.0.1", 0))
-            port = bound.getsockname()[1]
-        pipes = [forked(rank, ranks, folder, port, rounds) for rank in range(ranks)]
-        found = [harness.received(pipe, 600) for pipe in pipes]
+        found = harness.world(rank_work, ranks, folder, rounds, patience_s=600)
     rows = []
     for way in WAYS:
         saves = [[rank[way][number] for rank in found] for number in range(1, rounds + 1)]

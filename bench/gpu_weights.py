@@ -16,7 +16,6 @@ Without CUDA it runs with a tiny model on the CPU, without NCCL.
 """
 
 import json
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -171,7 +170,7 @@ class Bench:
     def plain(self, backend: str, nodes: int, cells: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
         """Broadcasts of (bytes, MiB of a bucket) through torch.distributed."""
         sizes = [(size, bucket * MIB) for size, bucket in cells]
-        told = {"backend": backend, "port": free_port(), "world": nodes + 1, "cells": sizes, "rounds": rounds}
+        told = {"backend": backend, "port": harness.free_port(), "world": nodes + 1, "cells": sizes, "rounds": rounds}
         asked = [Ask(rank, "bare", {**told, "rank": rank}) for rank in range(nodes + 1)]
         found = self.crew.ask(*asked, limit_s=30.0)
         self.crew.all("clear")
@@ -211,12 +210,6 @@ class Bench:
 def rate(size: int, seconds: Iterable[float]) -> float:
     """GB/s, of the median."""
     return round(size / statistics.median(seconds) / 1e9, 3)
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
 
 
 def plan(bench: Bench, short: bool) -> Iterator[tuple[str, float, Callable[[], Any]]]:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import platform
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -422,9 +423,9 @@ def _begin_apart(environment: dict[str, str], cores: Iterable[int] | None) -> No
         os.sched_setaffinity(0, cores)
 
 
-def spawned(work: Callable[..., None], *arguments: Any) -> Connection:
+def spawned(work: Callable[..., None], *arguments: Any, method: str = "spawn") -> Connection:
     """Our end of the pipe of a new process that does `work(*arguments, pipe)`; it does not outlive this one."""
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe()
     context.Process(target=work, args=(*arguments, theirs), daemon=True).start()
     theirs.close()
@@ -435,6 +436,25 @@ def received(pipe: Connection, patience_s: float = PATIENCE_S) -> Any:
     if not pipe.poll(patience_s):
         raise RuntimeError(f"a bench process said nothing for {patience_s} s")
     return pipe.recv()
+
+
+def world(work: Callable[..., None], ranks: int, *arguments: Any, patience_s: float = PATIENCE_S) -> list[Any]:
+    """The figures that each rank's `work(rank, *arguments, pipe)` sends; the ranks meet at MASTER_PORT.
+
+    They are forks of this process, which has imported what they need.
+    """
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(ranks))
+    pipes = list[Connection]()
+    for rank in range(ranks):
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        pipes.append(spawned(work, rank, *arguments, method="fork"))
+    return [received(pipe, patience_s) for pipe in pipes]
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
 
 
 def cpu_s(process: Any) -> float:

@@ -69,7 +69,7 @@ def reward_of(task: str, tokenizer: Any) -> Any:
 
 def serve(args: argparse.Namespace) -> str:
     """Start vLLM's server as `trl vllm-serve` would; its address once it answers."""
-    port = trl_patches.free_port()
+    port = harness.free_port()
     words = {
         "model": args.model, "host": "127.0.0.1", "port": port, "dtype": "float32", "max-model-len": args.max_model_len,
         "max-num-seqs": MAX_NUM_SEQS, "weight-transfer-config": json.dumps({"backend": "gloo"}),
