@@ -9,8 +9,6 @@ ways load the same built model, in turns; the first load of each does not count.
 """
 
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -90,10 +88,8 @@ def main(options: harness.Options) -> harness.Figures:
             num_hidden_layers=options.layers,
         )  # fmt: skip
         torch.set_default_dtype(torch.float32)
-        words = ["--model", str(source), "--out", str(target), "--no-verify"]
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "learner.checkpoint.convert_main", *words], check=True, cwd=harness.ROOT)
-        convert_s = time.perf_counter() - began
+        words = ("-m", "learner.checkpoint.convert_main", "--model", source, "--out", target, "--no-verify")
+        _, convert_s = harness.timed(lambda: harness.python(*words))
         size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
         worlds = [harness.world(rank_work, ranks, ranks, folder, options.rounds) for ranks in options.ranks]
     builds = {name: max(rank["build"][name] for rank in worlds[0]) for name in worlds[0][0]["build"]}
