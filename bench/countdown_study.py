@@ -177,7 +177,7 @@ def measure_all(options: harness.Options) -> dict[str, harness.Figures]:
     """All runs by name; exits with 1 when the budget leaves some out."""
     cells = harness.Cells(MADE / "cells", list(options.overrides), also=options.also)
     wanted = {cell_name(*cell): (*cell, options) for cell in order(options.seeds)}
-    return cells.measure(wanted, measured, options.budget_s, shown, options.workers)
+    return cells.complete(wanted, measured, options.budget_s, shown, options.workers)
 
 
 @harness.script(

@@ -74,7 +74,7 @@ def measure_all(options: harness.Options) -> dict[str, harness.Figures]:
     """All runs by name, one after the other; exits with 1 when the budget leaves some out."""
     words = list(options.overrides)
     wanted = {name: (*cell, words) for name, cell in order(options.ways, options.seeds).items()}
-    return harness.Cells(CELLS, words).measure(wanted, measured, options.budget_s, told)
+    return harness.Cells(CELLS, words).complete(wanted, measured, options.budget_s, told)
 
 
 @harness.script(ways=[*WAYS], seeds=[1, 2, 3], budget_s=86400.0, overrides=())

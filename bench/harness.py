@@ -182,7 +182,7 @@ class Cells:
             raise SystemExit(f"not measured yet: {', '.join(left)}; the same command continues")
         return {name: figures for name, figures in found.items() if figures is not None}
 
-    def measure(
+    def complete(
         self,
         wanted: Mapping[str, Sequence[Any]],
         work: Callable[..., Figures],

@@ -75,7 +75,7 @@ def measure_all(options: harness.Options) -> dict[tuple[str, bool, int, int], ha
     """All runs; exits with 1 when the budget leaves some out."""
     words = list(options.overrides)
     wanted = {cell_name(*cell): (*cell, words) for cell in order(options.ways, options.lags, options.seeds)}
-    found = harness.Cells(CELLS, words).measure(wanted, measured, options.budget_s, told, options.workers)
+    found = harness.Cells(CELLS, words).complete(wanted, measured, options.budget_s, told, options.workers)
     return {wanted[name][:4]: figures for name, figures in found.items()}
 
 
