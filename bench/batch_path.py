@@ -13,10 +13,8 @@ Its training takes 250 s. Only the thread's work overlaps with it; what takes lo
 """
 
 import gc
-import multiprocessing
 import os
 import resource
-import socket
 import statistics
 import time
 from multiprocessing.connection import Connection
@@ -68,7 +66,7 @@ def payload(serial: int, routing: tuple[int, int] | None) -> bytes:
     return encode_group(Group(serial, samples))
 
 
-def rank_main(rank: int, port: int, case: dict[str, Any], way: str, rounds: int, pipe: Connection) -> None:
+def rank_main(rank: int, case: dict[str, Any], way: str, rounds: int, pipe: Connection) -> None:
     """Rounds of one way on one rank; sends medians of its figures."""
     import msgspec
     import torch
@@ -88,8 +86,7 @@ def rank_main(rank: int, port: int, case: dict[str, Any], way: str, rounds: int,
 
     torch.set_num_threads(1)
     keep_freed_memory()  # as the learner does
-    store = dist.TCPStore("127.0.0.1", port, RANKS, rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo")
     stages, routing = case["stages"], case["routing"]
     shape = RoutingShape(*routing, EXPERTS) if routing else None
     layers = tuple(range(routing[0])) if routing else ()
@@ -160,16 +157,7 @@ def rank_main(rank: int, port: int, case: dict[str, Any], way: str, rounds: int,
 
 
 def measure(name: str, way: str, rounds: int) -> dict[str, Any]:
-    context = multiprocessing.get_context("fork")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pipes = []
-    for rank in range(RANKS):
-        ours, theirs = context.Pipe()
-        context.Process(target=rank_main, args=(rank, port, CASES[name], way, rounds, theirs), daemon=True).start()
-        pipes.append(ours)
-    ranks = [harness.received(pipe) for pipe in pipes]
+    ranks = harness.world(rank_main, RANKS, CASES[name], way, rounds)
     others = ranks[1:]
     row = {
         "case": name,

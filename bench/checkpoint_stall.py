@@ -9,8 +9,7 @@ One world of real ranks a size, in bfloat16 with float32 states. In turns in eac
 
 `stall_s` is from the call to the return of `start_checkpoint` on the slowest rank, after a barrier. `lead_cpu_s` is the
 CPU of rank 0 in it, `cpu_s` that of all ranks. `lead_gib` is what rank 0 writes. The first save of each way does not
-count. More ranks than cores share them, so compare the ways. `load_s` and `load_cpu_s` are of loading the last
-checkpoint of `own` on the slowest rank.
+count. More ranks than cores share them, so compare the ways.
 
 The rows `large` compute the stall of large models. A rank plans what it writes, and rank 0 puts all plans together.
 Their CPU for each entry of the index, `item_us` and `merge_us`, is measured with a deep narrow model. A rank copies 14
@@ -19,10 +18,7 @@ assumption. The stall of `gathered` is the measured one for each GiB of states o
 """
 
 import math
-import multiprocessing
-import os
 import resource
-import socket
 import statistics
 import tempfile
 import time
@@ -49,10 +45,8 @@ LARGE = {
 }
 
 
-def rank_work(rank: int, ranks: int, folder: str, port: int, rounds: int, pipe: Connection) -> None:
-    """One rank of a world: both ways in turns, then a load; sends its figures."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def rank_work(rank: int, folder: str, rounds: int, pipe: Connection) -> None:
+    """One rank of a world: both ways in turns; sends its figures."""
     import torch
 
     from common.config.schema import LearnerConfig, ModelConfig
@@ -97,10 +91,6 @@ def rank_work(rank: int, ranks: int, folder: str, port: int, rounds: int, pipe: 
     for turn in range(rounds + 1):
         for way in WAYS if turn % 2 else WAYS[::-1]:
             found[way].append(save(way, turn))
-    parallel.barrier()
-    cpu_began, began = cpu(), time.perf_counter()
-    backend.load_checkpoint(Path(folder) / "own")
-    found["load"] = {"load_s": time.perf_counter() - began, "load_cpu_s": cpu() - cpu_began}
     found["parameters"] = sum(p.numel() for chunk in backend.chunks for p in chunk.module.parameters())
     from torch.distributed.checkpoint import FileSystemReader
 
@@ -108,15 +98,6 @@ def rank_work(rank: int, ranks: int, folder: str, port: int, rounds: int, pipe: 
     parallel.barrier()
     backend.close()
     pipe.send(found)
-
-
-def forked(*arguments: Any) -> Connection:
-    """Our end of the pipe of a rank that has imported Megatron already."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    context.Process(target=rank_work, args=(*arguments, theirs), daemon=True).start()
-    theirs.close()
-    return ours
 
 
 def counted(work: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
@@ -139,11 +120,7 @@ def world(hidden: int, ranks: int, rounds: int, layers: int = LAYERS) -> list[di
             Path(folder) / "model", vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=3 * hidden,
             num_hidden_layers=layers,
         )  # fmt: skip
-        with socket.socket() as bound:
-            bound.bind(("127.0.0.1", 0))
-            port = bound.getsockname()[1]
-        pipes = [forked(rank, ranks, folder, port, rounds) for rank in range(ranks)]
-        found = [harness.received(pipe, 600) for pipe in pipes]
+        found = harness.world(rank_work, ranks, folder, rounds, patience_s=600)
     rows = []
     for way in WAYS:
         saves = [[rank[way][number] for rank in found] for number in range(1, rounds + 1)]
@@ -156,8 +133,6 @@ def world(hidden: int, ranks: int, rounds: int, layers: int = LAYERS) -> list[di
         }
         row = {"way": way, "parameters": found[0]["parameters"], "ranks": ranks, "items": found[0]["items"][way]}
         row |= {name: round(value, 4) for name, value in figures.items()}
-        if way == "own":
-            row |= {name: round(max(rank["load"][name] for rank in found), 3) for name in found[0]["load"]}
         rows.append(row)
         print(row, flush=True)
     return rows

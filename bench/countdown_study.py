@@ -18,12 +18,10 @@ that they depend on has changed. Also draws docs/img/countdown.png. Words that a
 config of every run. Short mode: run.steps=4 --dry --seeds 1.
 """
 
-import json
 import os
 import shutil
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +36,7 @@ from common.config.loading import load_config
 from common.config.schema import Config
 
 EXAMPLE = harness.ROOT / "examples" / "countdown"
+CONFIG = str(EXAMPLE / "config.yaml")
 MADE = harness.ROOT / "runs" / "countdown"
 sys.path.append(str(EXAMPLE))  # for its environment, in this process and those that it spawns
 FIRST, LAST = 5, 10  # steps whose mean reward is told
@@ -91,57 +90,42 @@ def words_of(seed: int, extra: Sequence[str]) -> list[str]:
     return [f"run.seed={seed}", *paths, f"evaluation.datasets=[{MADE / 'held_out.jsonl'}]", *extra]
 
 
-class Cells(harness.Cells):
-    """Finished runs on disk; one of another commit or other arguments only says how long it took."""
+def measured(way: str, seed: int, options: harness.Options) -> harness.Figures:
+    """One run."""
+    words = words_of(seed, options.overrides)
+    if way == START:
+        return {"held_out": held_out(words)}
+    if way == TRL:
+        return trained_by_trl(words, options)
+    asked = ([*words, *WAYS[way].overrides], WAYS[way].lag, CONFIG)
+    return harness.apart(correction_study.trained, *asked, **ENVIRONMENT)
 
-    def __init__(self, options: harness.Options) -> None:
-        super().__init__(MADE / "cells", list(options.overrides), also=options.also)
-        self.options = options
-        self.config = str(EXAMPLE / "config.yaml")
-        self.end = time.monotonic() + options.budget_s
 
-    def measure(self, way: str, seed: int) -> None:
-        """Make the run, unless it would end beyond the budget."""
-        name = cell_name(way, seed)
-        began = time.monotonic()
-        if began + self.expected_s(name) > self.end:
-            return
-        words = words_of(seed, self.options.overrides)
-        if way == START:
-            found = {"held_out": self.held_out(words)}
-        elif way == TRL:
-            found = self.trained_by_trl(words)
-        else:
-            asked = ([*words, *WAYS[way].overrides], WAYS[way].lag, self.config)
-            found = harness.apart(correction_study.trained, *asked, **ENVIRONMENT)
-        self.keep(name, found, began)
-        ends = {key: value for key, value in told(found).items() if key != "rewards"} if way != START else {}
-        print(name, json.dumps(ends), found["held_out"], flush=True)
+def held_out(words: Sequence[str]) -> float:
+    return harness.apart(correction_study.held_out, list(words), CONFIG, **ENVIRONMENT)
 
-    def held_out(self, words: Sequence[str]) -> float:
-        return harness.apart(correction_study.held_out, list(words), self.config, **ENVIRONMENT)
 
-    def trained_by_trl(self, words: Sequence[str]) -> dict[str, Any]:
-        config = load_config(Path(self.config), words, Config)
-        batch, group_size = config.learner.groups_per_step, config.rollout.group_size
-        folder = harness.scratch()
-        asked = {
-            "way": "colocate", "model": config.model.path, "dataset": config.tasks.dataset, "threads": 1,
-            "task": config.tasks.environment, "seed": config.run.seed, "steps": config.run.steps, "prompts": batch,
-            "group-size": group_size, "max-tokens": config.rollout.max_tokens, "lr": config.learner.optimizer.lr,
-            "warmup": config.learner.optimizer.warmup_steps,
-            "save": folder,
-        }  # fmt: skip
-        paths = os.pathsep.join([str(EXAMPLE), harness.python_path()])
-        curve = trl_comparison.ask_trl(asked, self.options, PYTHONPATH=paths)["curve"]
-        final = self.held_out([*words, f"model.path={folder}"])
-        shutil.rmtree(folder)
-        return {
-            "held_out": final,
-            "rewards": [point["reward_mean"] for point in curve],
-            "times_s": [point["time_s"] for point in curve],
-            "samples_per_step": batch * group_size,
-        }
+def trained_by_trl(words: Sequence[str], options: harness.Options) -> harness.Figures:
+    config = load_config(Path(CONFIG), words, Config)
+    batch, group_size = config.learner.groups_per_step, config.rollout.group_size
+    folder = harness.scratch()
+    asked = {
+        "way": "colocate", "model": config.model.path, "dataset": config.tasks.dataset, "threads": 1,
+        "task": config.tasks.environment, "seed": config.run.seed, "steps": config.run.steps, "prompts": batch,
+        "group-size": group_size, "max-tokens": config.rollout.max_tokens, "lr": config.learner.optimizer.lr,
+        "warmup": config.learner.optimizer.warmup_steps,
+        "save": folder,
+    }  # fmt: skip
+    paths = os.pathsep.join([str(EXAMPLE), harness.python_path()])
+    curve = trl_comparison.ask_trl(asked, options, PYTHONPATH=paths)["curve"]
+    final = held_out([*words, f"model.path={folder}"])
+    shutil.rmtree(folder)
+    return {
+        "held_out": final,
+        "rewards": [point["reward_mean"] for point in curve],
+        "times_s": [point["time_s"] for point in curve],
+        "samples_per_step": batch * group_size,
+    }
 
 
 def cell_name(way: str, seed: int) -> str:
@@ -183,13 +167,17 @@ def rows_of(found: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> lis
     return [row(way, start, [found[cell_name(way, seed)] for seed in seeds]) for way in (*WAYS, TRL)]
 
 
-def measure_all(options: harness.Options) -> dict[str, dict[str, Any]]:
+def shown(found: harness.Figures) -> harness.Figures:
+    """The figures of one run that are printed; the start has its accuracy alone."""
+    ends = {key: value for key, value in told(found).items() if key != "rewards"} if "rewards" in found else {}
+    return ends | {"held_out": found["held_out"]}
+
+
+def measure_all(options: harness.Options) -> dict[str, harness.Figures]:
     """All runs by name; exits with 1 when the budget leaves some out."""
-    cells = Cells(options)
-    wanted = {cell_name(*cell): cell for cell in order(options.seeds)}
-    missing = [wanted[name] for name in cells.missing([*wanted], options.workers)]
-    harness.on_cores(options.workers, cells.measure, missing)
-    return cells.all([*wanted])
+    cells = harness.Cells(MADE / "cells", list(options.overrides), also=options.also)
+    wanted = {cell_name(*cell): (*cell, options) for cell in order(options.seeds)}
+    return cells.complete(wanted, measured, options.budget_s, shown, options.workers)
 
 
 @harness.script(

@@ -13,9 +13,7 @@ and exits with 1 while some are missing. Words that are no options override the 
 first, unless it is there. Short mode: run.steps=2 learner.critic.warmup_steps=1 --dry --seeds 1.
 """
 
-import json
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,38 +58,23 @@ def order(ways: Sequence[str], seeds: Sequence[int]) -> dict[str, tuple[str, int
     return {cell_name(way, seed): (way, seed) for i, seed in turns for way in [*ways[i:], *ways[:i]]}
 
 
-def reached(figures: harness.Figures) -> dict[str, Any]:
-    """Steps, seconds and samples until LEVEL; None where it was never reached."""
-    steps = harness.steps_to(figures["found"], LEVEL)
-    if steps is None:
-        return {"steps": None, "seconds": None, "samples": None}
-    return {"steps": steps, "seconds": figures["times_s"][steps - 1], "samples": steps * figures["samples_per_step"]}
-
-
 def row(way: str, runs: Sequence[harness.Figures]) -> dict[str, Any]:
     """The values of all seeds, and their medians where every seed reached the level."""
-    made: dict[str, Any] = {"way": way}
-    ends = [reached(figures) for figures in runs]
-    for name in ("steps", "seconds", "samples"):
-        values = [end[name] for end in ends]
-        made[f"{name}_each"] = values
-        made[name] = statistics.median(values) if None not in values else None
+    made: dict[str, Any] = {"way": way, **harness.reached_each(runs, "found", LEVEL)}
     for name, part in (("first_5", slice(5)), ("last_10", slice(-10, None))):
         made[f"found_{name}"] = [round(statistics.mean(figures["found"][part]), 4) for figures in runs]
     return made
 
 
+def told(found: harness.Figures) -> harness.Figures:
+    return harness.reached(found, "found", LEVEL)
+
+
 def measure_all(options: harness.Options) -> dict[str, harness.Figures]:
     """All runs by name, one after the other; exits with 1 when the budget leaves some out."""
-    cells = harness.Cells(CELLS, list(options.overrides))
-    wanted = order(options.ways, options.seeds)
-    end = time.monotonic() + options.budget_s
-    for name in cells.missing([*wanted]):
-        began = time.monotonic()
-        if began + cells.expected_s(name) <= end:
-            cells.keep(name, found := measured(*wanted[name], options.overrides), began)
-            print(name, json.dumps(reached(found)), flush=True)
-    return cells.all([*wanted])
+    words = list(options.overrides)
+    wanted = {name: (*cell, words) for name, cell in order(options.ways, options.seeds).items()}
+    return harness.Cells(CELLS, words).complete(wanted, measured, options.budget_s, told)
 
 
 @harness.script(ways=[*WAYS], seeds=[1, 2, 3], budget_s=86400.0, overrides=())

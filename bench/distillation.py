@@ -26,7 +26,7 @@ from typing import Any
 import harness
 import yaml
 
-from launch.quickstart.assets import AdditionPlan, addition_demonstrations, addition_pairs
+from launch.quickstart.assets import AdditionPlan, addition_demonstrations, addition_pairs, write_rows
 
 WINDOW = 3
 SLOPPIER = AdditionPlan(clean=0, sloppy=1920, blurted=0.97, forgotten=0.9)
@@ -52,8 +52,7 @@ def make_models() -> None:
     if not (STUDENT / "model" / "config.json").exists():
         rng = random.Random("distillation")
         rows = RUNS / "assets" / "sloppier.jsonl"
-        demonstrations = addition_demonstrations(SLOPPIER, addition_pairs(SLOPPIER, rng)[2], rng)
-        rows.write_text("".join(json.dumps(row) + "\n" for row in demonstrations))
+        write_rows(rows, addition_demonstrations(SLOPPIER, addition_pairs(SLOPPIER, rng)[2], rng))
         words = (f"model.path={WARM / 'model'}", f"tasks.dataset={rows}", "run.steps=60", "learner.optimizer.lr=1e-3")
         harness.python(*cli, f"run.dir={STUDENT}", *words)
     if not (TEACHER / "model" / "config.json").exists():

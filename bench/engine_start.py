@@ -11,9 +11,6 @@ what a request before the first lease could gain.
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -59,10 +56,8 @@ def main(options: harness.Options) -> harness.Figures:
         harness.qwen3(Path(folder), vocab_size=128, hidden_size=128, num_hidden_layers=2, initializer_range=0.08)
 
         def start(way: str, _: int) -> dict[str, float]:
-            words = [sys.executable, "-c", f"import engine_start; engine_start.measure({way!r}, {folder!r})"]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{harness.ROOT}/bench:{harness.ROOT}"}
-            done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-            return json.loads(done.stdout.splitlines()[-1])
+            work = f"import engine_start; engine_start.measure({way!r}, {folder!r})"
+            return json.loads(harness.python("-c", work, OMP_NUM_THREADS="1").splitlines()[-1])
 
         found = harness.in_turns(WAYS, range(options.pairs), start)
     return {"rounds": options.pairs, "starts": harness.rows(found, ["way"], "cpu_s", 2)}

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import shutil
 import statistics
 import tempfile
 import time
@@ -96,36 +95,20 @@ def floor() -> harness.Figures:
 
     out = torch.empty_like(a)
     found: harness.Figures = {"matrix": size, "tflops": rate(products, at_once * 2.0 * size**3 / 1e12, 9)}
-    found |= copies()
     if here.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         found |= {"device": torch.cuda.get_device_name(), "total_gib": total / GIB, "free_gib": free / GIB}
     return found
 
 
-def copies() -> harness.Figures:
-    """GB/s of bare copies between the device and host memory."""
-    import torch
-
-    here = device()
-    size = GIB if here.type == "cuda" else 1 << 20
-    on_device = torch.empty(size, dtype=torch.uint8, device=here)
-    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=here.type == "cuda")
-    return {
-        "to_pinned_gb_s": rate(lambda: pinned.copy_(on_device), size / 1e9, 5),
-        "from_pinned_gb_s": rate(lambda: on_device.copy_(pinned), size / 1e9, 5),
-        "to_new_pageable_gb_s": rate(lambda: on_device.to("cpu", copy=True), size / 1e9, 2),
-    }
-
-
-def backend_of(model: Model, **memory: Any) -> Any:
+def backend_of(model: Model, recompute: Any) -> Any:
     """The learner's backend with random weights, made on the device."""
     import torch
 
     from common.config.schema import LearnerConfig, ModelConfig, OptimizerConfig
     from learner.megatron.backend import MegatronBackend
 
-    config = LearnerConfig(optimizer=OptimizerConfig(lr=LR, grad_clip=CLIP), memory=MemoryConfig(**memory))
+    config = LearnerConfig(optimizer=OptimizerConfig(lr=LR, grad_clip=CLIP), memory=MemoryConfig(recompute=recompute))
     with tempfile.TemporaryDirectory() as place:
         write_folder(Path(place), model)
         # as for a start from a checkpoint, so the folder's weights are not read
@@ -271,7 +254,7 @@ def memory_of(backend: Any, batches: list[Any], planned: dict[str, int]) -> list
 
 def train(model: Model, tokens: int, document: int, recompute: str, rounds: int, limit_s: float) -> harness.Figures:
     """The learner's step and Megatron's own, and the memory of the learner's."""
-    backend = backend_of(model, recompute=recompute)
+    backend = backend_of(model, recompute)
     batches = batches_of(model, tokens, document)
     steps = {"learner": learner_step(backend, batches)}
     steps["learner"]()  # the optimizer makes its states
@@ -401,39 +384,6 @@ def head(shape: str, vocabulary: int, tokens: int, chunks: Sequence[int], rounds
     return {"ways": table}
 
 
-def recompute(
-    model: Model, tokens: int, document: int, memory: dict[str, Any], rounds: int, limit_s: float
-) -> harness.Figures:
-    """A step of the learner with these keys of learner.memory."""
-    backend = backend_of(model, **memory)
-    step = learner_step(backend, batches_of(model, tokens, document))
-    step()
-    peak(reset=True)
-    seconds = in_turns({"learner": step}, rounds, limit_s)["learner"]
-    return row_of(model, tokens, document, seconds, peak_gib=peak() / GIB, between_gib=allocated() / GIB)
-
-
-def checkpoint(model: Model, document: int) -> harness.Figures:
-    """Two saves of weights and states; the second one's folder takes the place of the first one's."""
-    backend = backend_of(model)
-    learner_step(backend, batches_of(model, document, document))()
-    size = 7 * resident_of(backend)["weights"]  # 14 bytes for each parameter
-    place = next(p for p in ("/dev/shm", tempfile.gettempdir()) if shutil.disk_usage(p).free > 1.5 * size)
-    saves: list[harness.Figures] = []
-    with tempfile.TemporaryDirectory(dir=place) as folder:
-        path = Path(folder) / "checkpoint"
-        for _ in range(2):
-            settle()
-            began = time.perf_counter()
-            backend.start_checkpoint(path)
-            stall = time.perf_counter() - began
-            backend.checkpoint_done(wait=True)
-            took = time.perf_counter() - began
-            written = sum(file.stat().st_size for file in path.iterdir())
-            saves.append({"stall_s": stall, "done_s": took, "gb": written / 1e9, "stall_gb_s": written / stall / 1e9})
-    return {"place": place, "saves": saves, **copies()}
-
-
 def probe() -> None:
     """Fails where a fork cannot use the device."""
     import torch
@@ -447,8 +397,6 @@ PARTS: dict[str, Callable[..., harness.Figures | None]] = {
     "train": train,
     "hugging_face": hugging_face,
     "head": head,
-    "recompute": recompute,
-    "checkpoint": checkpoint,
 }
 
 

@@ -8,14 +8,14 @@ import multiprocessing
 import os
 import platform
 import re
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -35,7 +35,6 @@ Options = argparse.Namespace
 SMOOTHING = 0.8
 PATIENCE_S = 120
 CPU_SAMPLE_S = 0.2
-ERROR_CHARACTERS = 8000  # that a result keeps, the last ones
 UNKNOWN_CELL_S = 120.0  # the time of a cell that was never measured here
 
 
@@ -86,8 +85,7 @@ def script(**options: Any) -> Callable[[Callable[[Options], Figures]], None]:
     """Decorates `main(arguments)`, the last function of a script: running that writes bench/results/SCRIPT.json.
 
     The file has commit, arguments, machine and load, too. An option `name` replaces SCRIPT, an option `output` the
-    path; with `--dry` the result is printed instead. For `options` see `parser`. If a part of the result is an error,
-    the script exits with 1 after that.
+    path; with `--dry` the result is printed instead. For `options` see `parser`.
     """
 
     def run_as_script(main: Callable[[Options], Figures]) -> None:
@@ -97,15 +95,8 @@ def script(**options: Any) -> Callable[[Callable[[Options], Figures]], None]:
             path = write(arguments, figures)
             if path is not None:
                 print(f"{path} is written; python -m bench.pages brings results to the pages")
-            if failed := failures(figures):
-                raise SystemExit(f"failed: {', '.join(failed)}")
 
     return run_as_script
-
-
-def failures(figures: Figures) -> list[str]:
-    """Names of the parts that are errors."""
-    return [name for name, found in figures.items() if isinstance(found, dict) and "error" in found]
 
 
 def write(arguments: Options, figures: Figures) -> Path | None:
@@ -130,20 +121,6 @@ def keep(arguments: Options, figures: Figures) -> None:
     """Write what there is so far to the option `output`, if that is given."""
     if arguments.output and not arguments.dry:
         write(arguments, figures)
-
-
-def part(arguments: Options, figures: Figures, name: str, work: Callable[[], Any]) -> Any:
-    """`figures[name]` = the result of `work()`, or its error, which ends nothing else. None after an error."""
-    began = time.perf_counter()
-    found = None
-    try:
-        figures[name] = found = work()
-    except Exception as error:
-        traceback.print_exc()
-        figures[name] = {"error": f"{type(error).__name__}: {error}"[-ERROR_CHARACTERS:]}
-    print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
-    keep(arguments, figures)
-    return found
 
 
 def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
@@ -205,6 +182,34 @@ class Cells:
             raise SystemExit(f"not measured yet: {', '.join(left)}; the same command continues")
         return {name: figures for name, figures in found.items() if figures is not None}
 
+    def complete(
+        self,
+        wanted: Mapping[str, Sequence[Any]],
+        work: Callable[..., Figures],
+        budget_s: float,
+        told: Callable[[Figures], Figures],
+        workers: int | None = None,
+    ) -> dict[str, Figures]:
+        """`work(*wanted[name])` of every cell that is missing, then `all` of them; `told` has what is printed of one.
+
+        None begins that would end beyond the budget. `workers` as in `on_cores`; None: one by one, on all cores.
+        """
+        end = time.monotonic() + budget_s
+
+        def make(name: str) -> None:
+            began = time.monotonic()
+            if began + self.expected_s(name) <= end:
+                self.keep(name, found := work(*wanted[name]), began)
+                print(name, json.dumps(told(found)), flush=True)
+
+        left = self.missing([*wanted], workers or 1)
+        if workers is None:
+            for name in left:
+                make(name)
+        else:
+            on_cores(workers, make, [(name,) for name in left])
+        return self.all([*wanted])
+
     def keep(self, name: str, figures: Figures, began: float) -> None:
         """Write a cell whose measurement began at `began` of the monotonic clock."""
         cell = {"key": self.key, "took_s": round(time.monotonic() - began, 1), "figures": figures}
@@ -258,7 +263,7 @@ def qwen3(folder: Path, **changes: Any) -> None:
 
 
 def qwen3_model(**changes: Any) -> Any:
-    """A small Qwen3 with random weights, made on the device of torch's context."""
+    """A small Qwen3 with random weights."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -341,6 +346,23 @@ def steps_to(rewards: Sequence[float], level: float) -> int | None:
     return None
 
 
+def reached(figures: Figures, curve: str, level: float) -> dict[str, Any]:
+    """Steps, seconds and samples until a run's smoothed `curve` reaches `level`; None where it never does."""
+    steps = steps_to(figures[curve], level)
+    if steps is None:
+        return {"steps": None, "seconds": None, "samples": None}
+    return {"steps": steps, "seconds": figures["times_s"][steps - 1], "samples": steps * figures["samples_per_step"]}
+
+
+def reached_each(runs: Sequence[Figures], curve: str, level: float) -> dict[str, Any]:
+    """`reached` of every seed's run, and the medians where all of them reach the level."""
+    ends, made = [reached(figures, curve, level) for figures in runs], dict[str, Any]()
+    for name in ("steps", "seconds", "samples"):
+        values = made[f"{name}_each"] = [end[name] for end in ends]
+        made[name] = statistics.median(values) if None not in values else None
+    return made
+
+
 def python_path() -> str:
     """PYTHONPATH of a process that imports this checkout and this folder, before what this process has there."""
     return os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "bench"), os.environ.get("PYTHONPATH")]))
@@ -377,9 +399,9 @@ def _begin_apart(environment: dict[str, str], cores: Iterable[int] | None) -> No
         os.sched_setaffinity(0, cores)
 
 
-def spawned(work: Callable[..., None], *arguments: Any) -> Connection:
+def spawned(work: Callable[..., None], *arguments: Any, method: str = "spawn") -> Connection:
     """Our end of the pipe of a new process that does `work(*arguments, pipe)`; it does not outlive this one."""
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe()
     context.Process(target=work, args=(*arguments, theirs), daemon=True).start()
     theirs.close()
@@ -390,6 +412,25 @@ def received(pipe: Connection, patience_s: float = PATIENCE_S) -> Any:
     if not pipe.poll(patience_s):
         raise RuntimeError(f"a bench process said nothing for {patience_s} s")
     return pipe.recv()
+
+
+def world(work: Callable[..., None], ranks: int, *arguments: Any, patience_s: float = PATIENCE_S) -> list[Any]:
+    """The figures that each rank's `work(rank, *arguments, pipe)` sends; the ranks meet at MASTER_PORT.
+
+    They are forks of this process, which has imported what they need.
+    """
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(ranks))
+    pipes = list[Connection]()
+    for rank in range(ranks):
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        pipes.append(spawned(work, rank, *arguments, method="fork"))
+    return [received(pipe, patience_s) for pipe in pipes]
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
 
 
 def cpu_s(process: Any) -> float:

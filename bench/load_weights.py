@@ -8,12 +8,7 @@ ways load the same built model, in turns; the first load of each does not count.
 `build_s` is the time to build the model, with Megatron's random values and as Slipstream does, without.
 """
 
-import multiprocessing
-import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -27,10 +22,8 @@ WAYS = ("safetensors", "converted")
 VOCABULARY = 16384
 
 
-def rank_work(rank: int, ranks: int, folder: str, port: int, rounds: int, pipe: Connection) -> None:
+def rank_work(_rank: int, ranks: int, folder: str, rounds: int, pipe: Connection) -> None:
     """One rank: builds both ways, loads both ways in turns, and sends its figures."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
 
     from common.config.schema import MoeConfig, ParallelConfig
@@ -67,21 +60,6 @@ def rank_work(rank: int, ranks: int, folder: str, port: int, rounds: int, pipe: 
     pipe.send(found)
 
 
-def world(ranks: int, folder: str, rounds: int) -> list[dict[str, Any]]:
-    """The figures of every rank."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port = bound.getsockname()[1]
-    context = multiprocessing.get_context("fork")  # this process has imported Megatron already
-    pipes: list[Connection] = []
-    for rank in range(ranks):
-        ours, theirs = context.Pipe()
-        context.Process(target=rank_work, args=(rank, ranks, folder, port, rounds, theirs), daemon=True).start()
-        theirs.close()
-        pipes.append(ours)
-    return [harness.received(pipe) for pipe in pipes]
-
-
 def rows_of(found: list[dict[str, Any]], model_bytes: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for way in WAYS:
@@ -110,12 +88,10 @@ def main(options: harness.Options) -> harness.Figures:
             num_hidden_layers=options.layers,
         )  # fmt: skip
         torch.set_default_dtype(torch.float32)
-        words = ["--model", str(source), "--out", str(target), "--no-verify"]
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "learner.checkpoint.convert_main", *words], check=True, cwd=harness.ROOT)
-        convert_s = time.perf_counter() - began
+        words = ("-m", "learner.checkpoint.convert_main", "--model", source, "--out", target, "--no-verify")
+        _, convert_s = harness.timed(lambda: harness.python(*words))
         size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-        worlds = [world(ranks, folder, options.rounds) for ranks in options.ranks]
+        worlds = [harness.world(rank_work, ranks, ranks, folder, options.rounds) for ranks in options.ranks]
     builds = {name: max(rank["build"][name] for rank in worlds[0]) for name in worlds[0][0]["build"]}
     return {
         "rounds": options.rounds,

@@ -146,25 +146,6 @@ def adaptive() -> str:
     return f"{provenance('adaptive_concurrency')}\n\n{table([*head, 'auto chose', 'rounds'], rows)}"
 
 
-def packing() -> str:
-    """Filled tokens, and the imbalance before and after ranks trade documents."""
-    head = ["workload", "layout", "DP", "microbatches", "real / computed tokens"]
-    head += ["imbalance before trades", "after", "worst step", "plan ms of CPU"]
-    rows = [
-        [
-            *(r["workload"], r["layout"], r["data_parallel"], f"{r['microbatches']:.1f}"),
-            f"{r['real_over_computed_tokens']:.4f}",
-            *(f"{100 * r[f'imbalance_{n}']:.2f} %" for n in IMBALANCES),
-            f"{r['plan_cpu_ms']:.0f}",
-        ]
-        for r in result("packing")["rows"]
-    ]
-    return f"{provenance('packing')}\n\n{table(head, rows)}"
-
-
-IMBALANCES = ("before_mean", "mean", "most")
-
-
 def faults() -> str:
     """Every fault with its texts from tests/faults and its figures."""
     from tests.faults.scenario import load_all
@@ -191,9 +172,7 @@ def all_sections() -> str:
     return "\n\n".join(parts)
 
 
-FUNCTIONS = (
-    readme_start, readme_reasons, machine, adaptive, packing, faults,
-)  # fmt: skip
+FUNCTIONS = (readme_start, readme_reasons, machine, adaptive, faults)
 BLOCKS: dict[str, Callable[[], str]] = {  # by the name of the mark
     **{function.__name__.replace("_", "-"): function for function in FUNCTIONS},
     "benchmarks": all_sections,

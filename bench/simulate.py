@@ -231,11 +231,11 @@ def simulate(setup: Setup, speeds: Speeds, lengths: Lengths) -> Outcome:
     return Simulation(setup, speeds, lengths).run()
 
 
-def pareto(group_size: int, shape: float, scale: float, longest: int, seed: int = 0) -> Lengths:
+def pareto(group_size: int, shape: float, scale: float, longest: int) -> Lengths:
     """Single-turn lengths scale * u^(-1/shape), at most `longest`: the smaller `shape`, the heavier the tail."""
 
     def of(serial: int) -> list[Episode]:
-        draw = random.Random(f"{seed} {serial}")
+        draw = random.Random(f"0 {serial}")
         return [(max(1, min(longest, int(scale * (1 - draw.random()) ** (-1 / shape)))),) for _ in range(group_size)]
 
     return of
@@ -255,13 +255,11 @@ def steady_s(outcome: Outcome) -> float:
     return (ends[last] - ends[first]) / (last - first)
 
 
-def predict(
-    nodes: int, staleness: Sequence[int], steps: int, heavy: float = 1.2, fleet: Speeds = FLEET
-) -> list[dict[str, object]]:
+def predict(nodes: int, staleness: Sequence[int], steps: int, fleet: Speeds = FLEET) -> list[dict[str, object]]:
     """A fleet of `nodes` whose step takes as many groups as run at once; the learner grows with the fleet."""
     concurrency, size = 64, 8
     setup = Setup(nodes, concurrency, max(1, nodes * concurrency // size), size, 0, steps)
-    lengths = pareto(size, heavy, 300.0, 16384)
+    lengths = pareto(size, 1.2, 300.0, 16384)
     mean = sum(sum(map(sum, lengths(s))) for s in range(2000)) / (2000 * size)
     tokens_per_s = concurrency / seconds_at(fleet.step_s, concurrency)
     full_s = concurrency * mean / tokens_per_s  # generation of one step on engines that are always full

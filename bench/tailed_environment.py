@@ -6,7 +6,6 @@ ends an answer after its own mean number of tokens. Most answers are short and a
 synchronous step is the wait for those few. Nothing is learned, so lengths stay the same.
 """
 
-import json
 import math
 import random
 from pathlib import Path
@@ -39,6 +38,7 @@ def build(folder: Path, problems: int = 4096) -> tuple[Path, Path]:
     from transformers import AutoConfig, AutoTokenizer, Qwen3ForCausalLM
 
     from launch.quickstart.assets import build as build_assets
+    from launch.quickstart.assets import write_rows
 
     build_assets(folder, 1, "tiny")
     path = folder / "model"
@@ -49,7 +49,7 @@ def build(folder: Path, problems: int = 4096) -> tuple[Path, Path]:
     _make_chain(model, tokenizer.encode(PROMPT, add_special_tokens=False)[-1], tokenizer.eos_token_id)
     model.save_pretrained(path)
     dataset = folder / "tailed.jsonl"
-    dataset.write_text("".join(json.dumps({"number": i}) + "\n" for i in range(problems)))
+    write_rows(dataset, ({"number": i} for i in range(problems)))
     return path, dataset
 
 

@@ -4,13 +4,12 @@ A job is `slipstream broker` and `slipstream rollout`; this process is its learn
 and all but one are stopped meanwhile (SIGSTOP): neighbouring windows meet the same machine.
 """
 
-import dataclasses
 import json
 import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +23,8 @@ END, VOCABULARY, POSITIONS = 1, 128, 8192
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SETTLE_S = 0.3  # before a window counts
 START_S, TAKE_S = 300, 0.2
+CUT = 3  # an answer has at most so many times the mean that it would have without
+KV_CACHE_MIB = 512
 LEARNED = 1  # samples of a step that are trained on and compared, so that no node waits for this process
 KEPT = 16  # versions whose weights a learner keeps, to tell what its node sampled with
 
@@ -38,12 +39,11 @@ class Shape:
     observation: int  # tokens of what the environment says between two turns
     requests: int  # episodes at once
     group: int = 8  # episodes with the same prompt
-    cut: float = 3.0  # an answer has at most so many times the mean that it would have without
 
     @property
     def most(self) -> int:
         """Most tokens of an answer."""
-        return int(self.cut * self.answer)
+        return CUT * self.answer
 
     @property
     def longest(self) -> int:
@@ -55,17 +55,6 @@ class Shape:
 
     def said(self, turn: int) -> str:
         return "".join(LETTERS[(7 * turn + place) % 26] for place in range(self.observation))
-
-
-@dataclass(frozen=True)
-class Serving:
-    """How the engines of a comparison compute."""
-
-    dtype: str = "float32"
-    kv_cache_mib: int = 512
-    eager: bool = True
-    quantization: str | None = None
-    extra: dict[str, Any] = field(default_factory=dict)  # keyword arguments of vLLM's EngineArgs
 
 
 class Talk:
@@ -85,32 +74,29 @@ class Talk:
         return StepResult(self._shape.said(self._turn), done=False)
 
 
-def build(folder: Path, answer: int, dtype: str = "float32", **shape: Any) -> None:
-    """A small random Qwen3 with a tokenizer; the end token has probability 1 / `answer` on average.
-
-    `shape` replaces fields of its config. It is made on the device of torch's context.
-    """
+def build(folder: Path, answer: int) -> None:
+    """A small random Qwen3 with a tokenizer; the end token has probability 1 / `answer` on average."""
     import torch
 
     from launch.quickstart.assets import build_tokenizer
 
-    small = {"vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 2, "max_position_embeddings": POSITIONS}
-    fixed = {"initializer_range": 0.1, "tie_word_embeddings": False}
-    model = harness.qwen3_model(**small | fixed | shape).requires_grad_(False)
+    model = harness.qwen3_model(
+        vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=2, max_position_embeddings=POSITIONS,
+        initializer_range=0.1, tie_word_embeddings=False,
+    ).requires_grad_(False)  # fmt: skip
     for layer in model.model.layers:  # the first element of a hidden state says only how long the others are
         layer.self_attn.o_proj.weight[0] = 0
         layer.mlp.down_proj.weight[0] = 0
     model.model.embed_tokens.weight[:, 0] = 1.0
     model.lm_head.weight[:, 0] = 0
     model.lm_head.weight[END] = 0
-    vocabulary = model.config.vocab_size
-    hidden = model.model(torch.randint(4, vocabulary, (4, 256))).last_hidden_state
+    hidden = model.model(torch.randint(4, VOCABULARY, (4, 256))).last_hidden_state
     low, high = -20.0, 20.0
     for _ in range(40):
         model.lm_head.weight[END, 0] = middle = (low + high) / 2
         often = (hidden @ model.lm_head.weight.T).softmax(-1)[..., END].mean() > 1 / answer
         low, high = (low, middle) if often else (middle, high)
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
 
 
@@ -200,8 +186,6 @@ class NodeJob:
         step: int,
         learning: float | None = None,
         weights: dict[str, Any] | None = None,
-        serving: Serving | None = None,
-        staleness: int | None = None,  # None: as many versions as the episodes at once need
     ) -> None:
         import torch
         from transformers import AutoModelForCausalLM
@@ -214,10 +198,7 @@ class NodeJob:
 
         folder.mkdir()
         self._shape, self._step, self._taken, self._offered, self._counted = shape, step, 0, 0, 0
-        serving = serving or Serving()
-        self._serving = serving
-        self._staleness = 1 + -(-2 * shape.requests // (shape.group * step)) if staleness is None else staleness
-        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, serving.dtype))
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self._optimizer = None if learning is None else torch.optim.Adam(self._model.parameters(), lr=learning)
         self._former: dict[int, dict[str, Any]] = {}
         self.differences: list[dict[str, float]] = []
@@ -232,7 +213,7 @@ class NodeJob:
         until("the broker", address.exists, self._broker, self._node)
         self._client = BrokerClient(json.loads(address.read_text())["address"], deadline_s=START_S)
         self._stack.callback(self._client.close)
-        self._publisher = WeightPublisher(0, serving.dtype, WeightsConfig(timeout_s=60.0))
+        self._publisher = WeightPublisher(0, "float32", WeightsConfig(timeout_s=60.0))
         self._stack.callback(self._publisher.close)
         report = LearnerReport(os.getpid(), 0, "training", 0, weights_address=self._publisher.start())
         self._client.attach(report)
@@ -243,10 +224,12 @@ class NodeJob:
     def _config(self, folder: Path, model: Path, weights: dict[str, str]) -> dict[str, Any]:
         shape = self._shape
         options = {name: getattr(shape, name) for name in ("turns", "prompt", "observation")}
-        engine = dataclasses.asdict(self._serving) | {"max_model_len": shape.longest, "max_num_seqs": shape.requests}
+        engine = {"max_model_len": shape.longest, "max_num_seqs": shape.requests}
+        engine |= {"kv_cache_mib": KV_CACHE_MIB, "eager": True}
+        versions = 1 + -(-2 * shape.requests // (shape.group * self._step))  # those that the episodes at once need
         return {
             "run": {"name": "talk", "dir": str(folder / "run"), "steps": 1 << 20},
-            "model": {"path": str(model), "dtype": engine.pop("dtype")},
+            "model": {"path": str(model), "dtype": "float32"},
             "tasks": {"environment": "talk:Talk", "dataset": "none", "options": options},
             "learner": {"groups_per_step": self._step},
             "rollout": {
@@ -254,7 +237,7 @@ class NodeJob:
                 "concurrency": shape.requests, "engine": engine,
             },
             "broker": {"heartbeat_s": 0.1, "lease_s": 600, "durability": "everysec"},
-            "staleness": {"max": self._staleness},
+            "staleness": {"max": versions},
             "weights": weights,
         }  # fmt: skip
 

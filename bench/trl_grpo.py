@@ -8,13 +8,12 @@ Runs in the environment of bench/requirements-trl.txt, on a CPU. `--way` is one 
     async         AsyncGRPOTrainer; vLLM's server generates while the trainer trains
 
 Prints one JSON object: seconds from the process's start until training began, and per step the reward and the seconds
-since then. `--micro-batch` counts sequences per forward; 0 is the whole batch. `--threads` is per process.
+since then. `--threads` is per process.
 
 `--task` is a workload of trl_workloads.py, or module:Class, an environment of one turn. `--save` is a folder for the
 trained model.
 
-`--check` trains nothing: it changes the trainer's weights, syncs them, and prints how far vLLM's log-probabilities are
-from the trainer's when equal, changed and synced. The patches that all this needs are in trl_patches.py.
+The patches that all this needs are in trl_patches.py.
 """
 
 import argparse
@@ -37,17 +36,13 @@ import trl_patches
 BEGAN = time.perf_counter()
 MAX_NUM_SEQS = 128
 KV_CACHE_GIB = 1
-CHECKED = 8  # prompts of --check
-CHANGE = 0.2  # times each tensor's standard deviation
 
 
 def common_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The optimizer, loss and sampling of the workload's Slipstream config."""
-    batch = args.prompts * args.group_size
-    micro = args.micro_batch or batch
     return {
-        "output_dir": tempfile.mkdtemp(prefix="trl-"), "per_device_train_batch_size": micro,
-        "gradient_accumulation_steps": batch // micro, "num_generations": args.group_size,
+        "output_dir": tempfile.mkdtemp(prefix="trl-"), "per_device_train_batch_size": args.prompts * args.group_size,
+        "gradient_accumulation_steps": 1, "num_generations": args.group_size,
         "max_completion_length": args.max_tokens,
         "temperature": 1.0, "top_p": 1.0, "top_k": 0, "learning_rate": args.lr,
         "lr_scheduler_type": "constant_with_warmup", "warmup_steps": args.warmup,
@@ -69,7 +64,7 @@ def reward_of(task: str, tokenizer: Any) -> Any:
 
 def serve(args: argparse.Namespace) -> str:
     """Start vLLM's server as `trl vllm-serve` would; its address once it answers."""
-    port = trl_patches.free_port()
+    port = harness.free_port()
     words = {
         "model": args.model, "host": "127.0.0.1", "port": port, "dtype": "float32", "max-model-len": args.max_model_len,
         "max-num-seqs": MAX_NUM_SEQS, "weight-transfer-config": json.dumps({"backend": "gloo"}),
@@ -114,9 +109,8 @@ def synchronous(args: argparse.Namespace) -> Any:
     if args.way == "server":
         vllm["vllm_server_base_url"] = serve(args)
         trl_patches.patch_server_client()
-    common = common_settings(args)
     settings = trl.GRPOConfig(
-        **common, **vllm, steps_per_generation=common["gradient_accumulation_steps"], num_iterations=1, beta=0.0,
+        **common_settings(args), **vllm, steps_per_generation=1, num_iterations=1, beta=0.0,
         loss_type="dapo", scale_rewards="group", shuffle_dataset=False,
     )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -189,64 +183,12 @@ def train(trainer: Any) -> dict[str, Any]:
     return {"set_up_s": round(begin[0] - BEGAN, 2), "curve": curve}
 
 
-def ask_server(url: str, model: str, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """A sampled answer of the server, and its log-probabilities."""
-    words = {"model": model, "prompt": prompt, "max_tokens": 32, "logprobs": 0, "return_token_ids": True, "seed": 1}
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(words).encode())
-    request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        choice = json.load(answer)["choices"][0]
-    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
-
-
-def check(trainer: Any, args: argparse.Namespace) -> dict[str, float]:
-    """The largest difference of log-probabilities between vLLM and the trainer: equal, changed, synced weights."""
-    import torch
-
-    model = trainer.model
-    prompt = list(trainer.processing_class("Q: 12+34=? A:")["input_ids"])
-
-    def sampled() -> list[tuple[list[int], list[float]]]:
-        if args.way == "async":
-            return [ask_server(trainer.args.vllm_server_base_url, args.model, prompt) for _ in range(CHECKED)]
-        _, answers, logprobs, _ = trainer.vllm_generation.generate([prompt] * CHECKED, None, num_generations=CHECKED)
-        return [(list(ids), [row[0] for row in rows]) for ids, rows in zip(answers, logprobs, strict=True)]
-
-    def difference() -> float:
-        worst = 0.0
-        for ids, theirs in sampled():
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-            ours = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
-            worst = max(worst, (ours - torch.tensor(theirs)).abs().max().item())
-        return float(f"{worst:.2e}")
-
-    def sync() -> None:
-        if args.way == "async":
-            trainer._sync_weight()
-        else:
-            trainer.vllm_generation.sync_weights()
-
-    if args.way == "async":
-        trainer.weight_transfer.init_weight_transfer()
-        model.set_attn_implementation("sdpa")  # the trainer's own takes packed trees only
-    sync()
-    found = {"equal": difference()}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(CHANGE * parameter.std() * torch.randn_like(parameter))
-    found["changed"] = difference()
-    sync()
-    return found | {"synced": difference()}
-
-
 def main() -> None:
     options: dict[str, Any] = {"model": str, "dataset": str, "seed": 1, "steps": 80, "max_tokens": 48, "lr": 3e-4}
     choices = {"choices": list(trl_patches.WAYS), "required": True}
-    flag = {"action": "store_true"}
     parser = harness.parser(
-        __doc__, **options, way=choices, task="addition", prompts=16, group_size=8, threads=2, micro_batch=0,
-        max_staleness=2, eager=flag, check=flag, save="", warmup=0,
+        __doc__, **options, way=choices, task="addition", prompts=16, group_size=8, threads=2,
+        max_staleness=2, eager={"action": "store_true"}, save="", warmup=0,
     )  # fmt: skip
     args = parser.parse_args()
     args.max_model_len = args.max_tokens + 128
@@ -263,7 +205,7 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     trainer = (asynchronous if args.way == "async" else synchronous)(args)
-    found = check(trainer, args) if args.check else train(trainer)
+    found = train(trainer)
     if args.save:
         trainer.save_model(args.save)
     result = {"system": f"trl {trl.__version__}", "way": args.way, "patches": trl_patches.names(args.way, args.task)}

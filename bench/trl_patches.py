@@ -6,10 +6,11 @@ through --worker-extension-cls, so that patches are set in its worker, too.
 
 import atexit
 import os
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+
+import harness
 
 WORKER = "TRL_PATCHES_WORKER"  # set in the server's processes
 PATCHES = {
@@ -80,8 +81,8 @@ def open_endpoint(info: dict[str, Any], rank: int = 0) -> Gloo:
 
 def init_communicator(self: Any, device: Any = None) -> None:
     """In the place of VLLMClient.init_communicator, without its demand for CUDA."""
-    world_size = self.get_world_size() + 1
-    info = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": world_size}
+    info = {"master_address": "127.0.0.1", "master_port": harness.free_port(), "rank_offset": 1}
+    info["world_size"] = self.get_world_size() + 1
     with ThreadPoolExecutor(max_workers=1) as pool:
         asked = pool.submit(self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
         self.communicator = open_endpoint(info)
@@ -111,12 +112,6 @@ def tree_attention(
         q, k, v = query[None, :, q0:q1], keys[None, :, k0:k1], values[None, :, k0:k1]
         parts.append(scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling, enable_gqa=True)[0])
     return torch.cat(parts, dim=1).transpose(0, 1)[None], None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def patch_server_client() -> None:

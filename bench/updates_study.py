@@ -14,9 +14,7 @@ and exits with 1 while some are missing. Words that are no options override the 
 run.steps=2 --dry --lags 2 --seeds 1 --ways 1 2x1.
 """
 
-import json
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,24 +40,10 @@ def overrides(way: str, clip: bool, seed: int) -> list[str]:
     return words if clip else [*words, *UNCLIPPED]
 
 
-class Cells(harness.Cells):
-    """Finished runs on disk; one of another commit or other arguments only says how long it took."""
-
-    def __init__(self, options: harness.Options) -> None:
-        self.words = list(options.overrides)
-        super().__init__(CELLS, self.words)
-        self.end = time.monotonic() + options.budget_s
-
-    def measure(self, way: str, clip: bool, lag: int, seed: int) -> None:
-        """Make the run, unless it would end beyond the budget."""
-        name = cell_name(way, clip, lag, seed)
-        began = time.monotonic()
-        if began + self.expected_s(name) > self.end:
-            return
-        words = [*overrides(way, clip, seed), *self.words]
-        found = harness.apart(correction_study.trained, words, lag, **correction_study.ENVIRONMENT)
-        self.keep(name, found, began)
-        print(name, json.dumps(reached(found)), found["held_out"], flush=True)
+def measured(way: str, clip: bool, lag: int, seed: int, words: Sequence[str]) -> harness.Figures:
+    """One run, in a process of its own."""
+    asked = [*overrides(way, clip, seed), *words]
+    return harness.apart(correction_study.trained, asked, lag, **correction_study.ENVIRONMENT)
 
 
 def cell_name(way: str, clip: bool, lag: int, seed: int) -> str:
@@ -72,37 +56,27 @@ def order(ways: Sequence[str], lags: Sequence[int], seeds: Sequence[int]) -> lis
     return [(way, clip, lag, seed) for seed in seeds for lag in lags for way, clip in clips]
 
 
-def reached(figures: dict[str, Any]) -> dict[str, Any]:
-    """Steps, seconds and samples until LEVEL; None where it was never reached."""
-    steps = harness.steps_to(figures["rewards"], LEVEL)
-    if steps is None:
-        return {"steps": None, "seconds": None, "samples": None}
-    return {"steps": steps, "seconds": figures["times_s"][steps - 1], "samples": steps * figures["samples_per_step"]}
-
-
 def row(way: str, clip: bool, lag: int, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The values of all seeds, and their medians where every seed reached the level."""
     epochs, parts = shape(way)
     made: dict[str, Any] = {"way": way, "updates": epochs * parts, "epochs": epochs, "minibatches": parts}
-    made |= {"clip": clip, "lag": lag}
-    ends = [reached(figures) for figures in runs]
-    for name in ("steps", "seconds", "samples"):
-        values = [end[name] for end in ends]
-        made[f"{name}_each"] = values
-        made[name] = statistics.median(values) if None not in values else None
+    made |= {"clip": clip, "lag": lag, **harness.reached_each(runs, "rewards", LEVEL)}
     made["held_out"] = [figures["held_out"] for figures in runs]
     for name in ("clipped", "batch_kl"):
         made[name] = round(statistics.mean(figures[name] for figures in runs), 6)
     return made
 
 
-def measure_all(options: harness.Options) -> dict[tuple[str, bool, int, int], dict[str, Any]]:
+def told(found: harness.Figures) -> harness.Figures:
+    return harness.reached(found, "rewards", LEVEL) | {"held_out": found["held_out"]}
+
+
+def measure_all(options: harness.Options) -> dict[tuple[str, bool, int, int], harness.Figures]:
     """All runs; exits with 1 when the budget leaves some out."""
-    cells = Cells(options)
-    wanted = {cell_name(*cell): cell for cell in order(options.ways, options.lags, options.seeds)}
-    missing = [wanted[name] for name in cells.missing([*wanted], options.workers)]
-    harness.on_cores(options.workers, cells.measure, missing)
-    return {wanted[name]: figures for name, figures in cells.all([*wanted]).items()}
+    words = list(options.overrides)
+    wanted = {cell_name(*cell): (*cell, words) for cell in order(options.ways, options.lags, options.seeds)}
+    found = harness.Cells(CELLS, words).complete(wanted, measured, options.budget_s, told, options.workers)
+    return {wanted[name][:4]: figures for name, figures in found.items()}
 
 
 @harness.script(workers=2, ways=WAYS, lags=[0, 2, 8], seeds=[1, 2, 3], budget_s=86400.0, overrides=())

@@ -125,10 +125,10 @@ def role_of(machine: Machine) -> str:
     return next((role for package, role in signs.items() if package in machine.packages), "base")
 
 
-def pins_of(role: str, folder: Path = REQUIREMENTS) -> dict[str, str]:
+def pins_of(role: str) -> dict[str, str]:
     """Pinned versions of a role's requirements, by package; {} outside a checkout."""
     found: dict[str, str] = {}
-    for file in sorted(folder.glob(f"{role}*.txt")):
+    for file in sorted(REQUIREMENTS.glob(f"{role}*.txt")):
         for line in file.read_text(encoding="utf-8").splitlines():
             name, _, version = line.partition("#")[0].strip().partition("==")
             if version:

@@ -4,13 +4,12 @@ The job trains on two CPU cores in about a minute, without a network. Exit codes
 """
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
 from common.errors import EXIT_DONE, UsageError
 from common.process.files import replace_folder
-from launch.quickstart.assets import PRESETS, build_model
+from launch.quickstart.assets import PRESETS, build_model, write_rows
 
 SEED = 1
 ROWS = [{"kind": kind} for kind in ("digits", "letters") * 16]
@@ -68,7 +67,7 @@ def write_example(folder: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as made:
             work = Path(made) / folder.name
             work.mkdir()
-            (work / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+            write_rows(work / "data.jsonl", ROWS)
             (work / "rewards.py").write_text(REWARDS)
             (work / "config.yaml").write_text(CONFIG)
             build_model(PRESETS["tiny"].model, SEED, work / "model")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.process.run_dir import RunDir, write_json
-from launch.cluster.slurm.jobs import Jobs, jobs_file
+from launch.cluster.slurm.jobs import Jobs
 from tests.rigs.configs import job_of, prepared, write_job
 from tests.rigs.hosts import Slurm, slurm, slurm_missing
 from tests.rigs.processes import ROOT
@@ -36,7 +36,7 @@ class Roles:
 
     def submit(self, role: str, body: str, *options: str, step: bool = False) -> str:
         """Submit a role that waits until it is released, under srun as a `step`; returns its id."""
-        file = jobs_file(self.run).with_name(f"{role}.sbatch")
+        file = self.run.slurm_jobs.with_name(f"{role}.sbatch")
         file.parent.mkdir(exist_ok=True)
         log = self.folder / f"{role}.log"
         words = [
@@ -61,7 +61,7 @@ class Roles:
         """A broker and nodes that drain, and this learner; learner and nodes under srun as a `step`."""
         jobs = Jobs(self.submit("broker", DRAINS), self.submit("learner", learner, step=step))
         jobs.fleet = [self.submit("fleet", DRAINS, f"--array=1-{nodes}", step=step)] if nodes else []
-        write_json(jobs_file(self.run), jobs)
+        write_json(self.run.slurm_jobs, jobs)
         for job, role in ((jobs.broker, "broker"), *((fleet, "fleet") for fleet in jobs.fleet)):
             self.release(job)
             self.until_said(role, "begun", nodes if role == "fleet" else 1)
@@ -130,7 +130,7 @@ def test_the_signal_ahead_of_a_limit_drains_a_role_and_brings_it_back(roles: Rol
 def test_the_run_goes_on_while_one_node_is_left_and_ends_with_the_last(roles: Roles) -> None:
     jobs = roles.start(DRAINS)
     jobs.fleet = [roles.submit("fleet", "echo begun; exit 2", "--array=1"), roles.submit("other", DRAINS)]
-    write_json(jobs_file(roles.run), jobs)
+    write_json(roles.run.slurm_jobs, jobs)
     roles.release(jobs.fleet[0])
     roles.until_said("fleet", "exit code 2", 1)
     gone = f"--jobs={jobs.fleet[0]}"
@@ -138,7 +138,7 @@ def test_the_run_goes_on_while_one_node_is_left_and_ends_with_the_last(roles: Ro
     assert roles.log("learner").count("emptied") == 0
     roles.cluster.said("scancel", jobs.fleet[1])
     jobs.fleet = [roles.submit("fleet", "echo begun; exit 2", "--array=1-3")]
-    write_json(jobs_file(roles.run), jobs)
+    write_json(roles.run.slurm_jobs, jobs)
     roles.release(jobs.fleet[0])
     roles.until_ended()
     assert roles.log("learner").count("emptied") == 1

@@ -46,10 +46,6 @@ class Task(NamedTuple):
     stays: bool  # it is not ending, or is about to be started again
 
 
-def jobs_file(run: RunDir) -> Path:
-    return run.slurm_jobs
-
-
 def over_file(run: RunDir, task: str) -> Path:
     """This file is there when the role of a task has ended for good, and its job is about to."""
     return run.path / "slurm" / "over" / task
@@ -57,7 +53,7 @@ def over_file(run: RunDir, task: str) -> Path:
 
 def read_jobs(run: RunDir) -> Jobs:
     """The jobs of the run's last submission; none when there was none."""
-    return msgspec.json.decode(jobs_file(run).read_bytes(), type=Jobs) if jobs_file(run).exists() else Jobs()
+    return msgspec.json.decode(run.slurm_jobs.read_bytes(), type=Jobs) if run.slurm_jobs.exists() else Jobs()
 
 
 def slurm(*words: str) -> str:

@@ -26,7 +26,7 @@ from common.security.credentials import KeyFolder
 from launch.certificates import first_line
 from launch.checks.review import review
 from launch.cluster.slurm import container
-from launch.cluster.slurm.jobs import Jobs, end_run, jobs_file, leave, read_jobs, slurm, tasks_of
+from launch.cluster.slurm.jobs import Jobs, end_run, leave, read_jobs, slurm, tasks_of
 from launch.keys import make
 from launch.observe.advisor import Advice, advice_for
 from launch.observe.observation import outcome_of
@@ -137,7 +137,7 @@ def submit(run: RunDir, nodes: int) -> Jobs:
             slurm("sbatch", "--test-only", str(script(run, role)))
         jobs.broker = sbatch(run, "broker")
         jobs.learner = sbatch(run, "learner", f"--dependency=after:{jobs.broker}")
-        write_json(jobs_file(run), jobs)
+        write_json(run.slurm_jobs, jobs)
         if nodes:
             submit_fleet(run, jobs, nodes)
         return jobs
@@ -150,7 +150,7 @@ def submit(run: RunDir, nodes: int) -> Jobs:
 def submit_fleet(run: RunDir, jobs: Jobs, nodes: int) -> str:
     """Submit an array of that many nodes and add it to the run's jobs; returns its id. Raises SlurmError."""
     jobs.fleet.append(sbatch(run, "fleet", f"--array=0-{nodes - 1}", f"--dependency=after:{jobs.broker}"))
-    write_json(jobs_file(run), jobs)
+    write_json(run.slurm_jobs, jobs)
     return jobs.fleet[-1]
 
 

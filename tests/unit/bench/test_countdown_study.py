@@ -9,7 +9,7 @@ import countdown_study
 import harness
 import pytest
 import trl_comparison
-from countdown_study import PANELS, START, TRL, WAYS, Cells, cell_name, measure_all, order, rows_of
+from countdown_study import PANELS, START, TRL, WAYS, cell_name, measure_all, order, rows_of
 
 OPTIONS = {"seeds": [1, 2], "overrides": ["run.steps=2"], "workers": 1, "budget_s": 1e6, "trl_python": "py", "also": []}
 
@@ -80,7 +80,7 @@ def test_a_stopped_study_continues_and_trl_gets_our_settings(tmp_path: Path, mon
     with pytest.raises(SystemExit, match=cell_name("16", 2)):
         measure_all(other)
     assert made == [], "runs of other arguments are not taken, and none fits into the budget"
-    assert Cells(other).expected_s(cell_name("0", 1)) < harness.UNKNOWN_CELL_S
+    assert harness.Cells(tmp_path / "cells").expected_s(cell_name("0", 1)) < harness.UNKNOWN_CELL_S
     monkeypatch.setattr(harness, "commit", lambda: "b2")
     later = OPTIONS | {"budget_s": -1.0}
     with pytest.raises(SystemExit, match=cell_name("16", 2)):

@@ -8,7 +8,7 @@ import correction_study
 import harness
 import pytest
 import updates_study
-from updates_study import Cells, cell_name, measure_all, order, overrides, row, shape
+from updates_study import cell_name, measure_all, order, overrides, row, shape
 
 OPTIONS = {"ways": ["1", "2x1"], "lags": [0, 2], "seeds": [1, 2], "overrides": [], "workers": 1, "budget_s": 1e6}
 
@@ -62,4 +62,4 @@ def test_a_stopped_study_continues_with_what_is_missing(tmp_path: Path, monkeypa
     with pytest.raises(SystemExit, match=cell_name("1", True, 0, 1)):
         measure_all(other)
     assert made == [], "runs of other arguments are not taken, and none fits into the budget"
-    assert Cells(other).expected_s(cell_name("1", True, 0, 1)) < harness.UNKNOWN_CELL_S
+    assert harness.Cells(tmp_path).expected_s(cell_name("1", True, 0, 1)) < harness.UNKNOWN_CELL_S
