@@ -3,7 +3,7 @@
 For each pair: seconds to the same steps and to reward 0.9, and the ratio that the measured parts allow. The parts are
 those of the synchronous run, where they do not overlap. The learner's idle time T_gen is generation with the flip, the
 rest of each step is T_train. Overlapped they take as long as the longer one, and as all processes' CPU time needs on
-these cores: max(T_gen, T_train, CPU / cores) / (T_gen + T_train).
+these cores: max(T_gen, T_train, CPU / cores) / (T_gen + T_train). `ideal_ratio_of_parts` leaves the CPU out.
 """
 
 import os
@@ -48,6 +48,7 @@ def pair(seed: int, synchronous: dict[str, Any], asynchronous: dict[str, Any]) -
         "synchronous": synchronous,
         "asynchronous": asynchronous,
         "ideal_ratio": round(ideal, 4),
+        "ideal_ratio_of_parts": round(max(generate, train) / (generate + train), 4),
         "measured_ratio": round(ratio, 4),
         "share_of_ideal_gain": round((1 / ratio - 1) / (1 / ideal - 1), 4),
     }

@@ -29,6 +29,7 @@ from broker.contract import NodeReport, RunInfo
 from broker.delivery.learner_rules import LearnerRules
 from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
+from broker.journal.journal import SEGMENT_BYTES
 from broker.journal.records import PendingSnapshot
 from common.rollouts import Task, encode_group
 
@@ -89,6 +90,7 @@ def measure(way: str, options: harness.Options) -> dict[str, object]:
         "filled_groups": ready,
         "fill_mib_per_s": round(ready * size / MIB / fill_s, 1),
         "groups_per_s": round(groups / seconds, 1),
+        "mib_per_s": round(groups * size / MIB / seconds, 1),
         "take_ms": quantiles(takes),
         "lease_ms": quantiles(times.lease_s),
         "complete_ms": quantiles(times.complete_s),
@@ -111,7 +113,9 @@ def snapshot(tasks: int) -> dict[str, float]:
         "loop_ms": round(1e3 * loop_s, 2),
         "thread_ms": round(1e3 * thread_s, 2),
         "mib": round(len(body) / MIB, 2),
-        # A group has three records, and records close a segment.
+        "us_per_task": round(1e6 * (loop_s + thread_s) / tasks, 2),
+        # At 1 GB/s, if bytes closed a segment; and if records do, three a group.
+        "cores_by_bytes": round(1e9 / SEGMENT_BYTES * (loop_s + thread_s), 3),
         "us_per_group_by_records": round(3 * 1e6 * (loop_s + thread_s) / tasks, 2),
     }
 

@@ -9,7 +9,8 @@ One world of real ranks a size, in bfloat16 with float32 states. In turns in eac
 
 `stall_s` is from the call to the return of `start_checkpoint` on the slowest rank, after a barrier. `lead_cpu_s` is the
 CPU of rank 0 in it, `cpu_s` that of all ranks. `lead_gib` is what rank 0 writes. The first save of each way does not
-count. More ranks than cores share them, so compare the ways.
+count. More ranks than cores share them, so compare the ways. `load_s` and `load_cpu_s` are of loading the last
+checkpoint of `own` on the slowest rank.
 
 The rows `large` compute the stall of large models. A rank plans what it writes, and rank 0 puts all plans together.
 Their CPU for each entry of the index, `item_us` and `merge_us`, is measured with a deep narrow model. A rank copies 14
@@ -46,7 +47,7 @@ LARGE = {
 
 
 def rank_work(rank: int, folder: str, rounds: int, pipe: Connection) -> None:
-    """One rank of a world: both ways in turns; sends its figures."""
+    """One rank of a world: both ways in turns, then a load; sends its figures."""
     import torch
 
     from common.config.schema import LearnerConfig, ModelConfig
@@ -91,6 +92,10 @@ def rank_work(rank: int, folder: str, rounds: int, pipe: Connection) -> None:
     for turn in range(rounds + 1):
         for way in WAYS if turn % 2 else WAYS[::-1]:
             found[way].append(save(way, turn))
+    parallel.barrier()
+    cpu_began, began = cpu(), time.perf_counter()
+    backend.load_checkpoint(Path(folder) / "own")
+    found["load"] = {"load_s": time.perf_counter() - began, "load_cpu_s": cpu() - cpu_began}
     found["parameters"] = sum(p.numel() for chunk in backend.chunks for p in chunk.module.parameters())
     from torch.distributed.checkpoint import FileSystemReader
 
@@ -133,6 +138,8 @@ def world(hidden: int, ranks: int, rounds: int, layers: int = LAYERS) -> list[di
         }
         row = {"way": way, "parameters": found[0]["parameters"], "ranks": ranks, "items": found[0]["items"][way]}
         row |= {name: round(value, 4) for name, value in figures.items()}
+        if way == "own":
+            row |= {name: round(max(rank["load"][name] for rank in found), 3) for name in found[0]["load"]}
         rows.append(row)
         print(row, flush=True)
     return rows

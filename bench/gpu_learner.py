@@ -5,7 +5,7 @@
 Random bfloat16 models of Qwen3's shapes, whose layers `slipstream plan` says to fit. Documents have equal lengths, so a
 padded batch wastes nothing. Every job is a process of its own, and the result is written after each one.
 
-- floor: a large product of bfloat16 matrices
+- floor: a large product of bfloat16 matrices, and copies between device and pinned host memory
 - train: MegatronBackend.train_step against Megatron's own loop, on the same model and optimizer, in turns
 - memory: what a step of the learner allocates by kind, against the plan
 - hugging_face: transformers in float32 under autocast, fused AdamW

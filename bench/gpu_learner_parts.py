@@ -95,10 +95,26 @@ def floor() -> harness.Figures:
 
     out = torch.empty_like(a)
     found: harness.Figures = {"matrix": size, "tflops": rate(products, at_once * 2.0 * size**3 / 1e12, 9)}
+    found |= copies()
     if here.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         found |= {"device": torch.cuda.get_device_name(), "total_gib": total / GIB, "free_gib": free / GIB}
     return found
+
+
+def copies() -> harness.Figures:
+    """GB/s of bare copies between the device and host memory."""
+    import torch
+
+    here = device()
+    size = GIB if here.type == "cuda" else 1 << 20
+    on_device = torch.empty(size, dtype=torch.uint8, device=here)
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=here.type == "cuda")
+    return {
+        "to_pinned_gb_s": rate(lambda: pinned.copy_(on_device), size / 1e9, 5),
+        "from_pinned_gb_s": rate(lambda: on_device.copy_(pinned), size / 1e9, 5),
+        "to_new_pageable_gb_s": rate(lambda: on_device.to("cpu", copy=True), size / 1e9, 2),
+    }
 
 
 def backend_of(model: Model, recompute: Any) -> Any:
