@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ Options = argparse.Namespace
 SMOOTHING = 0.8
 PATIENCE_S = 120
 CPU_SAMPLE_S = 0.2
+ERROR_CHARACTERS = 8000  # that a result keeps, the last ones
 UNKNOWN_CELL_S = 120.0  # the time of a cell that was never measured here
 
 
@@ -85,7 +87,8 @@ def script(**options: Any) -> Callable[[Callable[[Options], Figures]], None]:
     """Decorates `main(arguments)`, the last function of a script: running that writes bench/results/SCRIPT.json.
 
     The file has commit, arguments, machine and load, too. An option `name` replaces SCRIPT, an option `output` the
-    path; with `--dry` the result is printed instead. For `options` see `parser`.
+    path; with `--dry` the result is printed instead. For `options` see `parser`. If a part of the result is an error,
+    the script exits with 1 after that.
     """
 
     def run_as_script(main: Callable[[Options], Figures]) -> None:
@@ -95,8 +98,15 @@ def script(**options: Any) -> Callable[[Callable[[Options], Figures]], None]:
             path = write(arguments, figures)
             if path is not None:
                 print(f"{path} is written; python -m bench.pages brings results to the pages")
+            if failed := failures(figures):
+                raise SystemExit(f"failed: {', '.join(failed)}")
 
     return run_as_script
+
+
+def failures(figures: Figures) -> list[str]:
+    """Names of the parts that are errors."""
+    return [name for name, found in figures.items() if isinstance(found, dict) and "error" in found]
 
 
 def write(arguments: Options, figures: Figures) -> Path | None:
@@ -121,6 +131,20 @@ def keep(arguments: Options, figures: Figures) -> None:
     """Write what there is so far to the option `output`, if that is given."""
     if arguments.output and not arguments.dry:
         write(arguments, figures)
+
+
+def part(arguments: Options, figures: Figures, name: str, work: Callable[[], Any]) -> Any:
+    """`figures[name]` = the result of `work()`, or its error, which ends nothing else. None after an error."""
+    began = time.perf_counter()
+    found = None
+    try:
+        figures[name] = found = work()
+    except Exception as error:
+        traceback.print_exc()
+        figures[name] = {"error": f"{type(error).__name__}: {error}"[-ERROR_CHARACTERS:]}
+    print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
+    keep(arguments, figures)
+    return found
 
 
 def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
@@ -263,7 +287,7 @@ def qwen3(folder: Path, **changes: Any) -> None:
 
 
 def qwen3_model(**changes: Any) -> Any:
-    """A small Qwen3 with random weights."""
+    """A small Qwen3 with random weights, made on the device of torch's context."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -22,7 +22,7 @@ from typing import Any
 import harness
 import psutil
 import talk
-from talk import END, KV_CACHE_MIB, Shape
+from talk import END, Serving, Shape
 
 from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
 
@@ -31,8 +31,14 @@ SHAPES = {  # turns: long answers at once, some turns, and many turns whose cont
     "four": Shape(turns=4, answer=32, prompt=16, observation=8, requests=256),
     "sixteen": Shape(turns=16, answer=32, prompt=64, observation=64, requests=64),
 }
+LEAST_SHARE = 0.01  # vLLM starts only where this share of a GPU is free, although its cache's size is given
+ON_CPU = Serving()
 QUIET = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 PLAIN = {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ON_GPU = {
+    "VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}  # fmt: skip
 
 
 def encoded(folder: str, shape: Shape) -> tuple[Iterator[list[int]], list[list[int]]]:
@@ -44,16 +50,21 @@ def encoded(folder: str, shape: Shape) -> tuple[Iterator[list[int]], list[list[i
     return (encode(shape.problem(n)) for n in numbers), [encode(shape.said(turn)) for turn in range(1, shape.turns)]
 
 
-def bare(folder: str, shape: Shape, counter: Any) -> None:
+def bare(folder: str, shape: Shape, counter: Any, serving: Serving = ON_CPU) -> None:
     """Serve for ever."""
-    os.environ.update(QUIET | PLAIN)
+    import torch
+
+    cuda = torch.cuda.is_available()
+    os.environ.update(ON_GPU if cuda else QUIET | PLAIN)
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    dtype: Any = serving.dtype
     llm = LLM(
-        folder, dtype="float32", enforce_eager=True, max_model_len=shape.longest, max_num_seqs=shape.requests,
-        enable_prefix_caching=True, kv_cache_memory_bytes=KV_CACHE_MIB << 20, logprobs_mode="processed_logprobs",
-        skip_tokenizer_init=True,
+        folder, dtype=dtype, enforce_eager=serving.eager, max_model_len=shape.longest,
+        max_num_seqs=shape.requests, enable_prefix_caching=True, kv_cache_memory_bytes=serving.kv_cache_mib << 20,
+        logprobs_mode="processed_logprobs", skip_tokenizer_init=True,
+        **({"gpu_memory_utilization": LEAST_SHARE} if cuda else {}), **serving.extra,
     )  # fmt: skip
     engine, (prompts, said), numbers = llm.llm_engine, encoded(folder, shape), itertools.count()
     contexts: dict[str, tuple[list[int], int]] = {}
@@ -84,7 +95,7 @@ def engine(folder: str, shape: Shape, counter: Any) -> None:
     from rollout_fleet.engine.engine import Engine
 
     settings = EngineConfig(
-        max_model_len=shape.longest, max_num_seqs=shape.requests, kv_cache_mib=KV_CACHE_MIB, eager=True
+        max_model_len=shape.longest, max_num_seqs=shape.requests, kv_cache_mib=ON_CPU.kv_cache_mib, eager=True
     )
     config = Config(
         run=RunConfig(name="bench", dir="unused", steps=1),
@@ -113,11 +124,11 @@ def engine(folder: str, shape: Shape, counter: Any) -> None:
 class Served:
     """A process that serves for ever and counts."""
 
-    def __init__(self, serve: Any, folder: Path, shape: Shape) -> None:
-        """`serve(folder, shape, counter)` in a process of its own."""
+    def __init__(self, serve: Any, folder: Path, shape: Shape, *more: Any) -> None:
+        """`serve(folder, shape, counter, *more)` in a process of its own."""
         context = get_context("spawn")
         self._counter = context.Value("q", 0)
-        self._process = context.Process(target=serve, args=(str(folder), shape, self._counter))
+        self._process = context.Process(target=serve, args=(str(folder), shape, self._counter, *more))
         self._process.start()
 
     @property

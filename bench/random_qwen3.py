@@ -46,12 +46,19 @@ class Model:
         """The configuration of transformers."""
         from transformers import Qwen3Config
 
-        hidden, ffn, heads, kv_heads, dim, tied = self.sizes
         return Qwen3Config(
-            vocab_size=self.vocabulary, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=self.layers,
-            num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=dim, tie_word_embeddings=tied,
-            max_position_embeddings=40960, architectures=["Qwen3ForCausalLM"], eos_token_id=1, pad_token_id=0,
+            **self.keys(), tie_word_embeddings=self.sizes[-1], max_position_embeddings=40960,
+            architectures=["Qwen3ForCausalLM"], eos_token_id=1, pad_token_id=0,
         )  # fmt: skip
+
+    def keys(self) -> dict[str, int]:
+        """The shape in config.json's keys."""
+        hidden, ffn, heads, kv_heads, dim, _ = self.sizes
+        return {
+            "vocab_size": self.vocabulary, "hidden_size": hidden, "intermediate_size": ffn,
+            "num_hidden_layers": self.layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+            "head_dim": dim,
+        }  # fmt: skip
 
     def flops(self, tokens: int, document: int) -> float:
         """Operations of forward and backward over `tokens` in documents of one length."""

@@ -4,12 +4,13 @@ A job is `slipstream broker` and `slipstream rollout`; this process is its learn
 and all but one are stopped meanwhile (SIGSTOP): neighbouring windows meet the same machine.
 """
 
+import dataclasses
 import json
 import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,8 +24,6 @@ END, VOCABULARY, POSITIONS = 1, 128, 8192
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SETTLE_S = 0.3  # before a window counts
 START_S, TAKE_S = 300, 0.2
-CUT = 3  # an answer has at most so many times the mean that it would have without
-KV_CACHE_MIB = 512
 LEARNED = 1  # samples of a step that are trained on and compared, so that no node waits for this process
 KEPT = 16  # versions whose weights a learner keeps, to tell what its node sampled with
 
@@ -39,11 +38,12 @@ class Shape:
     observation: int  # tokens of what the environment says between two turns
     requests: int  # episodes at once
     group: int = 8  # episodes with the same prompt
+    cut: float = 3.0  # an answer has at most so many times the mean that it would have without
 
     @property
     def most(self) -> int:
         """Most tokens of an answer."""
-        return CUT * self.answer
+        return int(self.cut * self.answer)
 
     @property
     def longest(self) -> int:
@@ -55,6 +55,17 @@ class Shape:
 
     def said(self, turn: int) -> str:
         return "".join(LETTERS[(7 * turn + place) % 26] for place in range(self.observation))
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How the engines of a comparison compute."""
+
+    dtype: str = "float32"
+    kv_cache_mib: int = 512
+    eager: bool = True
+    quantization: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)  # keyword arguments of vLLM's EngineArgs
 
 
 class Talk:
@@ -74,29 +85,32 @@ class Talk:
         return StepResult(self._shape.said(self._turn), done=False)
 
 
-def build(folder: Path, answer: int) -> None:
-    """A small random Qwen3 with a tokenizer; the end token has probability 1 / `answer` on average."""
+def build(folder: Path, answer: int, dtype: str = "float32", **shape: Any) -> None:
+    """A small random Qwen3 with a tokenizer; the end token has probability 1 / `answer` on average.
+
+    `shape` replaces fields of its config. It is made on the device of torch's context.
+    """
     import torch
 
     from launch.quickstart.assets import build_tokenizer
 
-    model = harness.qwen3_model(
-        vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=2, max_position_embeddings=POSITIONS,
-        initializer_range=0.1, tie_word_embeddings=False,
-    ).requires_grad_(False)  # fmt: skip
+    small = {"vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 2, "max_position_embeddings": POSITIONS}
+    fixed = {"initializer_range": 0.1, "tie_word_embeddings": False}
+    model = harness.qwen3_model(**small | fixed | shape).requires_grad_(False)
     for layer in model.model.layers:  # the first element of a hidden state says only how long the others are
         layer.self_attn.o_proj.weight[0] = 0
         layer.mlp.down_proj.weight[0] = 0
     model.model.embed_tokens.weight[:, 0] = 1.0
     model.lm_head.weight[:, 0] = 0
     model.lm_head.weight[END] = 0
-    hidden = model.model(torch.randint(4, VOCABULARY, (4, 256))).last_hidden_state
+    vocabulary = model.config.vocab_size
+    hidden = model.model(torch.randint(4, vocabulary, (4, 256))).last_hidden_state
     low, high = -20.0, 20.0
     for _ in range(40):
         model.lm_head.weight[END, 0] = middle = (low + high) / 2
         often = (hidden @ model.lm_head.weight.T).softmax(-1)[..., END].mean() > 1 / answer
         low, high = (low, middle) if often else (middle, high)
-    model.save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
 
 
@@ -186,6 +200,8 @@ class NodeJob:
         step: int,
         learning: float | None = None,
         weights: dict[str, Any] | None = None,
+        serving: Serving | None = None,
+        staleness: int | None = None,  # None: as many versions as the episodes at once need
     ) -> None:
         import torch
         from transformers import AutoModelForCausalLM
@@ -198,7 +214,10 @@ class NodeJob:
 
         folder.mkdir()
         self._shape, self._step, self._taken, self._offered, self._counted = shape, step, 0, 0, 0
-        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        serving = serving or Serving()
+        self._serving = serving
+        self._staleness = 1 + -(-2 * shape.requests // (shape.group * step)) if staleness is None else staleness
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, serving.dtype))
         self._optimizer = None if learning is None else torch.optim.Adam(self._model.parameters(), lr=learning)
         self._former: dict[int, dict[str, Any]] = {}
         self.differences: list[dict[str, float]] = []
@@ -213,7 +232,7 @@ class NodeJob:
         until("the broker", address.exists, self._broker, self._node)
         self._client = BrokerClient(json.loads(address.read_text())["address"], deadline_s=START_S)
         self._stack.callback(self._client.close)
-        self._publisher = WeightPublisher(0, "float32", WeightsConfig(timeout_s=60.0))
+        self._publisher = WeightPublisher(0, serving.dtype, WeightsConfig(timeout_s=60.0))
         self._stack.callback(self._publisher.close)
         report = LearnerReport(os.getpid(), 0, "training", 0, weights_address=self._publisher.start())
         self._client.attach(report)
@@ -224,12 +243,10 @@ class NodeJob:
     def _config(self, folder: Path, model: Path, weights: dict[str, str]) -> dict[str, Any]:
         shape = self._shape
         options = {name: getattr(shape, name) for name in ("turns", "prompt", "observation")}
-        engine = {"max_model_len": shape.longest, "max_num_seqs": shape.requests}
-        engine |= {"kv_cache_mib": KV_CACHE_MIB, "eager": True}
-        versions = 1 + -(-2 * shape.requests // (shape.group * self._step))  # those that the episodes at once need
+        engine = dataclasses.asdict(self._serving) | {"max_model_len": shape.longest, "max_num_seqs": shape.requests}
         return {
             "run": {"name": "talk", "dir": str(folder / "run"), "steps": 1 << 20},
-            "model": {"path": str(model), "dtype": "float32"},
+            "model": {"path": str(model), "dtype": engine.pop("dtype")},
             "tasks": {"environment": "talk:Talk", "dataset": "none", "options": options},
             "learner": {"groups_per_step": self._step},
             "rollout": {
@@ -237,7 +254,7 @@ class NodeJob:
                 "concurrency": shape.requests, "engine": engine,
             },
             "broker": {"heartbeat_s": 0.1, "lease_s": 600, "durability": "everysec"},
-            "staleness": {"max": versions},
+            "staleness": {"max": self._staleness},
             "weights": weights,
         }  # fmt: skip
 

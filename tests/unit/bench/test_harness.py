@@ -1,28 +1,40 @@
-"""A script of bench as a process: what it writes."""
+"""A script of bench as a process: what it writes and how it exits."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.rigs.processes import OURS, ROOT
 
 SCRIPT = """
 import harness
 
-@harness.script(output=str, rounds=1, words=())
+def work(words):
+    raise RuntimeError(words)
+
+@harness.script(output=str, bad=())
 def main(options):
-    return {"rounds": options.rounds, "said": options.words}
+    figures = {"rounds": 1}
+    harness.part(options, figures, "good", lambda: {"s": 1.0})
+    for words in options.bad:
+        harness.part(options, figures, words, lambda: work(words))
+    return figures
 """
 
 
-def test_a_script_writes_its_figures_beside_where_they_come_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bad", [[], ["first"], ["first", "second"]])
+def test_a_script_writes_all_parts_and_exits_with_1_if_one_failed(tmp_path: Path, bad: list[str]) -> None:
     script, output = tmp_path / "some.py", tmp_path / "some.json"
     script.write_text(SCRIPT)
     environment = {"PATH": "/usr/bin:/bin", **OURS, "PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}"}
-    words = [sys.executable, script, "a", "b", "--output", output, "--rounds", "2"]
-    subprocess.run(words, env=environment, capture_output=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, script, *bad, "--output", output], env=environment, capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == bool(bad), done.stderr
+    assert ("failed: " + ", ".join(bad) in done.stderr) == bool(bad)
     result = json.loads(output.read_text())
-    assert (result["rounds"], result["said"]) == (2, ["a", "b"])
-    assert result["arguments"] == {"output": str(output), "rounds": 2, "words": ["a", "b"]}
-    assert result["commit"] and result["machine"]["python"]
+    assert result["good"] == {"s": 1.0}
+    assert [result[name]["error"] for name in bad] == [f"RuntimeError: {name}" for name in bad]
