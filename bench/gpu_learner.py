@@ -1,4 +1,4 @@
-"""The learner on one GPU: steps, memory, log-probabilities. Each stands beside its floor.
+"""The learner on one GPU: steps, memory, log-probabilities, checkpoints, recomputation. Each stands beside its floor.
 
     python bench/gpu_learner.py [--short] [--output FILE] [--budget-s 200]
 
@@ -10,6 +10,8 @@ padded batch wastes nothing. Every job is a process of its own, and the result i
 - memory: what a step of the learner allocates by kind, against the plan
 - hugging_face: transformers in float32 under autocast, fused AdamW
 - head: log-probabilities and gradients in chunks, against log_softmax over all logits
+- recompute: the kinds of recomputation, and the optimizer's states in host memory
+- checkpoint: the stall of a save, and the time to its end, against bare copies
 
 MFU counts 6 operations for each weight of a product and token. Attention adds 12 x heads x head size for each token
 that a token sees. Recomputation does not count (PaLM, arXiv 2204.02311, appendix B; half of a causal mask is empty). It
@@ -49,6 +51,8 @@ class Scale:
     vocabulary: int
     chunks: tuple[int, ...]  # rows of logits at a time
     head_tokens: tuple[int, ...]
+    recompute_layers: int
+    checkpoint_layers: int
 
     @property
     def large(self) -> str:
@@ -57,9 +61,9 @@ class Scale:
 
 
 SCALES = {
-    "full": Scale(("0.6B", "4B", "8B"), 24, (8192, 32768), 2048, 151936, (1024, 4096, 16384), (8192, 32768)),
-    "short": Scale(("0.6B", "4B"), 2, (8192,), 2048, 151936, (4096,), (8192,)),
-    "cpu": Scale(("tiny",), 2, (256, 512), 64, 512, (32, 128), (256,)),
+    "full": Scale(("0.6B", "4B", "8B"), 24, (8192, 32768), 2048, 151936, (1024, 4096, 16384), (8192, 32768), 8, 4),
+    "short": Scale(("0.6B", "4B"), 2, (8192,), 2048, 151936, (4096,), (8192,), 2, 1),
+    "cpu": Scale(("tiny",), 2, (256, 512), 64, 512, (32, 128), (256,), 2, 2),
 }
 
 
@@ -179,17 +183,23 @@ def jobs_of(scale: Scale, memory: float, rounds: int, limit_s: float) -> list[Jo
         jobs += [Job("train", {"model": model, **size, **timing}) for model in models.values()]
         if tokens == scale.tokens[0]:
             jobs += [Job("hugging_face", {"model": model, **size, **timing}) for model in models.values()]
-            jobs += heads(scale, models[scale.large], rounds)
+            jobs += measured_once(scale, models[scale.large], size, timing)
         else:
             jobs.append(Job("hugging_face", {"model": models[scale.large], **size, **timing}))
     return jobs
 
 
-def heads(scale: Scale, model: Model, rounds: int) -> Iterator[Job]:
-    """Log-probabilities with the model's output layer."""
-    shown = {"shape": model.shape, "vocabulary": model.vocabulary, "chunks": scale.chunks, "rounds": rounds}
+def measured_once(scale: Scale, big: Model, size: dict[str, int], timing: dict[str, Any]) -> Iterator[Job]:
+    """Log-probabilities, recomputation and checkpoints, of one shape."""
     for tokens in scale.head_tokens:
-        yield Job("head", {**shown, "tokens": tokens})
+        shown = {"shape": big.shape, "vocabulary": big.vocabulary, "tokens": tokens, "chunks": scale.chunks}
+        yield Job("head", {**shown, "rounds": timing["rounds"]})
+    fewest = Model(big.shape, min(big.layers, scale.checkpoint_layers), big.vocabulary)
+    yield Job("checkpoint", {"model": fewest, "document": size["document"]})
+    fewer = Model(big.shape, min(big.layers, scale.recompute_layers), big.vocabulary)
+    kinds = [{"recompute": kind} for kind in ("none", "selective", "full")]
+    for memory in (*kinds, {"offload_optimizer": True}):
+        yield Job("recompute", {"model": fewer, **size, "memory": memory, **timing})
 
 
 def with_mfu(found: Any, tflops: float, datasheet: float | None) -> Any:
@@ -217,13 +227,13 @@ def labels_of(job: Job) -> dict[str, Any]:
 
 def shown(part: str, row: dict[str, Any]) -> str:
     """One line for each way that was measured."""
-    head = f"{part} {row.get('shape', '')} {row.get('tokens', '')} {row.get('recompute', '')}"
+    head = f"{part} {row.get('shape', '')} {row.get('tokens', '')} {row.get('recompute') or row.get('memory') or ''}"
     lines = [f"  {name}: {row[name]}" for name in ("error", "does_not_fit", "bare_does_not_fit") if name in row]
-    names = ("way", "s", "tokens_per_s", "model_tflops", "tflops", "mfu", "pieces", "peak_gib", "does_not_fit")
-    for way in (*row.get("ways", ()), row):
-        kept = {n: way[n] for n in names if n in way}
+    names = ("way", "s", "tokens_per_s", "model_tflops", "tflops", "mfu", "pieces", "peak_gib", "between_gib")
+    for way in (*row.get("ways", ()), *row.get("saves", ()), row):
+        kept = {n: way[n] for n in (*names, "stall_s", "done_s", "stall_gb_s", "does_not_fit") if n in way}
         lines += ["  " + ", ".join(f"{n} {v}" for n, v in kept.items())] if kept else []
-    for kind in row.get("memory", ()):
+    for kind in row.get("memory", ()) if part == "train" else ():
         lines.append("  " + ", ".join(f"{n} {v}" for n, v in kind.items()))
     return "\n".join([f"{head.strip()}, {row['blocks']} layers, {row.get('took_s', 0):.1f} s", *lines])
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import shutil
 import statistics
 import tempfile
 import time
@@ -117,14 +118,14 @@ def copies() -> harness.Figures:
     }
 
 
-def backend_of(model: Model, recompute: Any) -> Any:
+def backend_of(model: Model, **memory: Any) -> Any:
     """The learner's backend with random weights, made on the device."""
     import torch
 
     from common.config.schema import LearnerConfig, ModelConfig, OptimizerConfig
     from learner.megatron.backend import MegatronBackend
 
-    config = LearnerConfig(optimizer=OptimizerConfig(lr=LR, grad_clip=CLIP), memory=MemoryConfig(recompute=recompute))
+    config = LearnerConfig(optimizer=OptimizerConfig(lr=LR, grad_clip=CLIP), memory=MemoryConfig(**memory))
     with tempfile.TemporaryDirectory() as place:
         write_folder(Path(place), model)
         # as for a start from a checkpoint, so the folder's weights are not read
@@ -270,7 +271,7 @@ def memory_of(backend: Any, batches: list[Any], planned: dict[str, int]) -> list
 
 def train(model: Model, tokens: int, document: int, recompute: str, rounds: int, limit_s: float) -> harness.Figures:
     """The learner's step and Megatron's own, and the memory of the learner's."""
-    backend = backend_of(model, recompute)
+    backend = backend_of(model, recompute=recompute)
     batches = batches_of(model, tokens, document)
     steps = {"learner": learner_step(backend, batches)}
     steps["learner"]()  # the optimizer makes its states
@@ -400,6 +401,39 @@ def head(shape: str, vocabulary: int, tokens: int, chunks: Sequence[int], rounds
     return {"ways": table}
 
 
+def recompute(
+    model: Model, tokens: int, document: int, memory: dict[str, Any], rounds: int, limit_s: float
+) -> harness.Figures:
+    """A step of the learner with these keys of learner.memory."""
+    backend = backend_of(model, **memory)
+    step = learner_step(backend, batches_of(model, tokens, document))
+    step()
+    peak(reset=True)
+    seconds = in_turns({"learner": step}, rounds, limit_s)["learner"]
+    return row_of(model, tokens, document, seconds, peak_gib=peak() / GIB, between_gib=allocated() / GIB)
+
+
+def checkpoint(model: Model, document: int) -> harness.Figures:
+    """Two saves of weights and states; the second one's folder takes the place of the first one's."""
+    backend = backend_of(model)
+    learner_step(backend, batches_of(model, document, document))()
+    size = 7 * resident_of(backend)["weights"]  # 14 bytes for each parameter
+    place = next(p for p in ("/dev/shm", tempfile.gettempdir()) if shutil.disk_usage(p).free > 1.5 * size)
+    saves: list[harness.Figures] = []
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        path = Path(folder) / "checkpoint"
+        for _ in range(2):
+            settle()
+            began = time.perf_counter()
+            backend.start_checkpoint(path)
+            stall = time.perf_counter() - began
+            backend.checkpoint_done(wait=True)
+            took = time.perf_counter() - began
+            written = sum(file.stat().st_size for file in path.iterdir())
+            saves.append({"stall_s": stall, "done_s": took, "gb": written / 1e9, "stall_gb_s": written / stall / 1e9})
+    return {"place": place, "saves": saves, **copies()}
+
+
 def probe() -> None:
     """Fails where a fork cannot use the device."""
     import torch
@@ -413,6 +447,8 @@ PARTS: dict[str, Callable[..., harness.Figures | None]] = {
     "train": train,
     "hugging_face": hugging_face,
     "head": head,
+    "recompute": recompute,
+    "checkpoint": checkpoint,
 }
 
 

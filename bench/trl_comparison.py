@@ -31,6 +31,7 @@ import trl_patches
 
 PROMPTS, GROUP_SIZE = 16, 8  # a step has so many prompts, each with so many samples
 OURS = "slipstream"
+SYSTEMS = (OURS, *trl_patches.WAYS)
 WINDOW = 2  # versions that a trained token may be behind, in all asynchronous systems
 CELLS = harness.ROOT / "runs" / "trl-comparison"
 THREADS = {
