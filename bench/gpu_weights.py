@@ -3,9 +3,15 @@
 A learner and two nodes share the device. NCCL takes them for three hosts, so its bytes cross sockets of the loopback
 device. The model is Qwen3-8B's shape in bfloat16 with random values. Parts, each beside its floor:
 
-- copies: rates of copies on the device and between it and the host, which bound everything below;
+- copies, digests, ipc: rates of the device's and the host's own means, which bound everything below;
 - bare: torch.distributed's broadcast between the same processes, by backend, nodes and bytes of a bucket;
-- publish: the product's publisher and nodes, from `publish` until the last node has staged the version and runs it.
+- export: how long a learner stands still while a version is exported from Megatron and copied; `snapshots` without
+  Megatron;
+- publish: the product's publisher and nodes, from `publish` until the last node has staged the version and runs it;
+- flips: loading a staged version, from host memory as it is, from the same memory pinned, and from the device, against
+  a bare copy of as many bytes; and the proof after it;
+- vllm: the same bytes by what vLLM's nccl and ipc transfers consist of (its packed_tensor.py). They load every piece
+  as it comes, and neither stage nor verify a version.
 
 A version takes `broadcast_s` from the announcement to the last node's Staged, and `gb_s` is its bytes over that.
 `over_bare` is the same time over that of a bare broadcast of as many bytes in the same buckets. Nodes load the version
@@ -17,16 +23,19 @@ Without CUDA it runs with a tiny model on the CPU, without NCCL.
 
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
 import weights_roles as roles
-from random_qwen3 import Model
+from random_qwen3 import Model, write_folder
+from weights_model import Specs
 
 from launch.plan.layout import hf_tensors
 from tests.rigs import processes
@@ -156,16 +165,24 @@ class Bench:
         self.divisor = 8 if not self.cuda else 4 if short else 1
         self.bare: dict[tuple[str, int, int], float] = {}  # s a byte, by backend, nodes and bytes of a bucket
 
-    def shape(self, layers: int, tied: bool) -> roles.Specs:
-        model = Model("8B", layers, VOCABULARY // self.divisor, self.divisor, tied)
-        return [*hf_tensors(model.architecture)]
+    def model(self, layers: int, tied: bool) -> Model:
+        return Model("8B", layers, VOCABULARY // self.divisor, self.divisor, tied)
 
-    def copies(self, size: int, buckets: list[int], rounds: int) -> dict[str, Any]:
-        """GB/s of copies of `size` bytes in the learner's process, by name; `buckets` in MiB."""
-        asked = {"size": size, "buckets": [bucket * MIB for bucket in buckets], "rounds": rounds}
-        (found,) = self.crew.ask(Ask(0, "copies", asked))
+    def shape(self, layers: int, tied: bool) -> Specs:
+        return [*hf_tensors(self.model(layers, tied).architecture)]
+
+    def rates(self, method: str, size: int, **arguments: Any) -> dict[str, Any]:
+        """GB/s by name of what the learner alone does with `size` bytes."""
+        (found,) = self.crew.ask(Ask(0, method, {"size": size, **arguments}))
         self.crew.all("clear")
         return {"bytes": size, "gb_s": {name: rate(size, seconds) for name, seconds in found.items()}}
+
+    def ipc(self, size: int, rounds: int) -> dict[str, Any]:
+        """A copy of another process's memory through a handle of CUDA IPC."""
+        (handle,) = self.crew.ask(Ask(0, "lend", {"size": size}))
+        (seconds,) = self.crew.ask(Ask(1, "borrow", {"handle": handle, "rounds": rounds}))
+        self.crew.all("clear")
+        return {"bytes": size, "gb_s": rate(size, seconds)}
 
     def plain(self, backend: str, nodes: int, cells: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
         """Broadcasts of (bytes, MiB of a bucket) through torch.distributed."""
@@ -181,6 +198,44 @@ class Bench:
             rows.append({"backend": backend, "nodes": nodes, "bucket_mib": bucket, "bytes": size})
             rows[-1] |= {"s": round(statistics.median(seconds), 4), "gb_s": rate(size, seconds)}
         return rows
+
+    def vllm_nccl(self, layers: int, tied: bool, rounds: int) -> list[dict[str, Any]]:
+        """The same bytes through what vLLM's nccl transfer sends and receives with, to one node."""
+        size, _ = self.crew.ask(*(Ask(n, "make", {"shape": self.shape(layers, tied)}) for n in (0, 1)))
+        told = {"port": harness.free_port(), "world": 2, "rounds": rounds}
+        found = self.crew.ask(*(Ask(n, "packed", {**told, "rank": n}) for n in (0, 1)))
+        self.crew.all("clear")
+        seconds = [max(one) for one in zip(*found, strict=True)]
+        return [{"way": "nccl", "bytes": size, "s": rounded({"s": seconds})["s"], "gb_s": rate(size, seconds)}]
+
+    def vllm_ipc(self, layers: int, tied: bool, rounds: int) -> list[dict[str, Any]]:
+        """The same through its ipc transfer: with a buffer, which must have room for any tensor, and without one."""
+        size, _ = self.crew.ask(*(Ask(n, "make", {"shape": self.shape(layers, tied)}) for n in (0, 1)))
+        rows: list[dict[str, Any]] = []
+        for way, buffer in {"ipc, packed": 2048 * MIB, "ipc": 0}.items():
+            seconds = [harness.timed(lambda b=buffer: self._pieces(b))[1] for _ in range(rounds + 1)][1:]
+            rows.append({"way": way, "bytes": size, "s": rounded({"s": seconds})["s"], "gb_s": rate(size, seconds)})
+        self.crew.all("clear")
+        return rows
+
+    def _pieces(self, buffer_bytes: int) -> None:
+        self.crew.ask(Ask(0, "give", {"buffer_bytes": buffer_bytes}))
+        while (piece := self.crew.ask(Ask(0, "next_piece"))[0]) is not None:
+            self.crew.ask(Ask(1, "load", {"piece": piece}))
+
+    def snapshots(self, layers: int, tied: bool, rounds: int) -> dict[str, Any]:
+        (size,) = self.crew.ask(Ask(0, "make", {"shape": self.shape(layers, tied)}))
+        (found,) = self.crew.ask(Ask(0, "snapshots", {"rounds": rounds}), limit_s=90.0)
+        self.crew.all("clear")
+        return {"bytes": size, "s": rounded(found)}
+
+    def export(self, layers: int, tied: bool, rounds: int) -> dict[str, Any]:
+        """As `snapshots`, of what the learner exports from Megatron."""
+        with tempfile.TemporaryDirectory() as folder:
+            write_folder(Path(folder), self.model(layers, tied))
+            (found,) = self.crew.ask(Ask(0, "export", {"folder": folder, "rounds": rounds}), limit_s=90.0)
+        self.crew.all("clear")
+        return {"bytes": found.pop("bytes"), "s": rounded(found)}
 
     def publish(self, way: Way) -> list[dict[str, Any]]:
         """Versions through the product; the medians of all but the first ones."""
@@ -206,10 +261,26 @@ class Bench:
         bare = self.bare.get((way.transport, way.nodes, way.bucket_mib))
         return {} if bare is None else {"over_bare": round(row["broadcast_s"] / (bare * row["bytes"]), 2)}
 
+    def flips(self, layers: int, tied: bool, rounds: int) -> dict[str, Any]:
+        (size,) = self.crew.ask(Ask(1, "make", {"shape": self.shape(layers, tied)}))
+        arguments = {"buckets": [bucket * MIB for bucket in BUCKETS], "rounds": rounds}
+        (found,) = self.crew.ask(Ask(1, "flips", arguments), limit_s=90.0)
+        self.crew.all("clear")
+        made: dict[str, Any] = {"bytes": size, "register_s": found.pop("register_s", None), "s": {}, "gb_s": {}}
+        for where, ways in found.items():
+            for what, seconds in ways.items():
+                made["s"][f"{where}: {what}"] = round(statistics.median(seconds), 4)
+                made["gb_s"][f"{where}: {what}"] = rate(size, seconds)
+        return made
+
 
 def rate(size: int, seconds: Iterable[float]) -> float:
     """GB/s, of the median."""
     return round(size / statistics.median(seconds) / 1e9, 3)
+
+
+def rounded(found: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {name: [round(one, 4) for one in seconds] for name, seconds in found.items()}
 
 
 def plan(bench: Bench, short: bool) -> Iterator[tuple[str, float, Callable[[], Any]]]:
@@ -217,7 +288,10 @@ def plan(bench: Bench, short: bool) -> Iterator[tuple[str, float, Callable[[], A
     cuda, rounds = bench.cuda, 1 if short else 3
     some = 64 * MIB if not cuda else 256 * MIB if short else 1024 * MIB
     buckets = [*BUCKETS[1:2]] if short else [*BUCKETS]
+    sizes = {"size": some, "rounds": rounds}
     small = {"layers": 1, "tied": True}
+    whole = (1, True) if short else (36, False)
+    middle = (1, True) if short else (8, True)
     there: dict[str, Any] = {**small, "transport": "nccl", "buffers": "device"}
 
     def bare(backend: str, nodes: int, *cells: tuple[int, int]) -> tuple[str, float, Callable[[], Any]]:
@@ -233,13 +307,20 @@ def plan(bench: Bench, short: bool) -> Iterator[tuple[str, float, Callable[[], A
         yield publish(4.0, **there, loads=True)
     yield bare("gloo", 1, (some, 64))
     yield publish(7.0, transport="gloo", loads=True)
-    yield "copies", 4.0, lambda: bench.copies(some, buckets, rounds)
+    yield "copies", 4.0, lambda: bench.rates("copies", buckets=[b * MIB for b in buckets], **sizes)
+    yield "digests", 3.0, lambda: bench.rates("digests", **sizes)
     if cuda:
+        yield "ipc", 1.0, lambda: bench.ipc(some, rounds)
+    yield "flips", 3.0 if short else 16.0, lambda: bench.flips(*whole, min(rounds, 2))
+    if cuda:
+        yield "vllm", 3.0, lambda: bench.vllm_ipc(*whole, rounds)
+        yield "vllm", 4.0, lambda: bench.vllm_nccl(*middle, 1)
         yield publish(5.0, transport="nccl")
     yield publish(6.0, transport="relay")
     if cuda and not short:
         yield bare("nccl", 2, (some, 64), (some, 256))
         yield publish(4.0, **there, nodes=2, bucket_mib=256)
+    yield "export", 10.0 if short else 15.0, lambda: bench.export(*middle, rounds)
     if short and cuda:
         return
     yield publish(8.0, transport="gloo", encoding="delta")
@@ -247,6 +328,7 @@ def plan(bench: Bench, short: bool) -> Iterator[tuple[str, float, Callable[[], A
     yield bare("gloo", 2, (some, 64))
     yield publish(7.0, transport="gloo", nodes=2)
     yield publish(7.0, transport="relay", nodes=2)
+    yield "snapshots", 3.0 if short else 30.0, lambda: bench.snapshots(*whole, 1)
 
 
 SHORT = {"action": "store_true", "help": "a few seconds of everything"}

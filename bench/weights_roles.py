@@ -6,27 +6,39 @@ device is the CPU.
 
 import asyncio
 import gc
+import importlib.util
 import os
+import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection
+from operator import itemgetter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import xxhash
+from blake3 import blake3
+from torch.multiprocessing.reductions import reduce_tensor
+from weights_model import Model, Specs
 
-from common.config.schema import WeightsConfig
+from common.config.schema import MoeConfig, ParallelConfig, WeightsConfig
 from common.weights.receive.contract import Flip, Watch
 from common.weights.receive.weight_client import WeightClient
 from common.weights.source.publisher import WeightPublisher
+from common.weights.source.snapshot import SnapshotMaker
 from common.weights.transports.groups import dist, receivable
 from common.weights.transports.nccl import remember_device
 from common.weights.wire import flat_buffer, messages
 from common.weights.wire.failures import ProofFailed
+from common.weights.wire.layout import WORDS, XXH3, Layout
 from rollout_fleet.weights import weight_proof
 from rollout_fleet.weights.tensor_parallel import EngineWorkers
 from tests.rigs import device
@@ -36,26 +48,6 @@ from tests.rigs.weight_processes import BufferTarget
 GROUP_S = 60.0  # that members of a plain group may take to meet
 ALONE = SimpleNamespace(rank_in_group=0, world_size=1)  # vLLM's group of an engine with one worker
 Rates = dict[str, float]
-Specs = list[tuple[str, tuple[int, ...]]]
-
-
-class Model:
-    """Parameters by name, as far as a flip and its proof need them. It loads tensor by tensor, as vLLM's models do."""
-
-    def __init__(self, named: Specs, where: torch.device) -> None:
-        self.held = {name: torch.empty(shape, dtype=torch.bfloat16, device=where) for name, shape in named}
-        for tensor in self.held.values():
-            tensor.normal_(0.0, 0.02)
-
-    def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in named:
-            self.held[name].copy_(tensor)
-
-    def named_parameters(self, remove_duplicate: bool = True) -> Iterable[tuple[str, torch.Tensor]]:
-        return self.held.items()
-
-    def named_modules(self) -> tuple[()]:
-        return ()
 
 
 class Role:
@@ -64,6 +56,9 @@ class Role:
     def __init__(self) -> None:
         self.device = remember_device()
         self.model: Model | None = None
+        self._lent: torch.Tensor | None = None
+        self._pieces: Iterator[Any] = iter(())
+        self._importer: Any = None
 
     def ready(self) -> dict[str, Any]:
         """The device: its name and its free memory, when this process has its context."""
@@ -73,25 +68,28 @@ class Role:
         free, total = torch.cuda.mem_get_info()
         return {"name": torch.cuda.get_device_name(), "free_gb": free / 1e9, "total_gb": total / 1e9}
 
-    def make(self, shape: Specs) -> None:
-        """New weights."""
+    def make(self, shape: Specs) -> int:
+        """New weights; their bytes."""
         self.model = None
         self.model = Model(shape, self.device)
+        return self.model.layout(XXH3).total_bytes
 
     def clear(self) -> None:
         """Let all memory go."""
-        self.model = None
+        self.model = self._lent = self._importer = None
+        self._pieces = iter(())
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+            torch.cuda.ipc_collect()
 
     def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def timed(self, work: Callable[[], object], rounds: int) -> list[float]:
-        """Seconds of `work` until the device is through; the first time does not count."""
-        return [self._after(self.wait, work) for _ in range(1 + rounds)][1:]
+    def timed(self, work: Callable[[], object], rounds: int, warm_up: int = 1) -> list[float]:
+        """Seconds of `work` until the device is through; the first `warm_up` do not count."""
+        return [self._after(self.wait, work) for _ in range(warm_up + rounds)][warm_up:]
 
     def bare(
         self, backend: str, port: int, rank: int, world: int, cells: list[tuple[int, int]], rounds: int
@@ -136,6 +134,62 @@ class Role:
         self.wait()
         return time.perf_counter() - began
 
+    def lend(self, size: int) -> Any:
+        """A handle of new memory of this device, for another process."""
+        self._lent = torch.full((size,), 7, dtype=torch.uint8, device=self.device)
+        self.wait()
+        return reduce_tensor(self._lent)
+
+    def borrow(self, handle: Any, rounds: int) -> list[float]:
+        """Seconds of a copy of the memory behind the handle of another process."""
+        rebuild, arguments = handle
+        theirs = rebuild(*arguments)
+        own = torch.zeros_like(theirs)
+        found = self.timed(lambda: own.copy_(theirs), rounds)
+        assert own[-1].item() == 7, "nothing arrived"
+        return found
+
+    def packed(self, port: int, rank: int, world: int, rounds: int) -> list[float]:
+        """Seconds of a version through the functions of vLLM's nccl transfer; nodes load it as it comes."""
+        code, model = vllm_transfers(), self.model
+        assert model is not None
+        told = [(name, (list(tensor.shape), tensor.dtype)) for name, tensor in model.held.items()]
+        group = SimpleNamespace(broadcast=lambda tensor, src: dist.broadcast(tensor, src))
+
+        def send() -> None:
+            if rank == 0:
+                code.packed_nccl_broadcast_producer(iter(model.held.items()), group, 0, itemgetter(1))
+            else:
+                code.packed_nccl_broadcast_consumer(iter(told), group, 0, model.load_weights, device=self.device)
+
+        with self._group("nccl", port, rank, world) as meet:
+            return [self._after(meet, send) for _ in range(rounds + 1)][1:]
+
+    def give(self, buffer_bytes: int) -> None:
+        """Begin to send a version as vLLM's ipc transfer does, piece by piece; 0: each tensor as it is, in one go."""
+        assert self.model is not None
+        uuid, held = str(torch.cuda.get_device_properties(self.device).uuid), self.model.held.items()
+        if buffer_bytes:
+            self._pieces = vllm_transfers().packed_ipc_producer(iter(held), uuid, itemgetter(1), buffer_bytes)
+        else:
+            self._pieces = iter([[(name, reduce_tensor(tensor)) for name, tensor in held]])
+
+    def next_piece(self) -> Any:
+        """None at the end."""
+        piece = next(self._pieces, None)
+        return vars(piece) if hasattr(piece, "ipc_handle") else piece
+
+    def load(self, piece: Any) -> None:
+        """Load what `next_piece` of another process gave."""
+        assert self.model is not None
+        if isinstance(piece, dict):
+            self._importer = self._importer or vllm_transfers().PackedBufferImporter()
+            place = {"device_index": self.device.index, "importer": self._importer}
+            self.model.load_weights(vllm_transfers().packed_ipc_consumer(**piece, **place))
+        else:
+            self.model.load_weights((name, rebuild(*arguments)) for name, (rebuild, arguments) in piece)
+        self.wait()
+
     def copies(self, size: int, buckets: list[int], rounds: int) -> dict[str, list[float]]:
         """Seconds of copies between host and device, by direction, kind of host memory and bytes of a bucket."""
         there = torch.zeros(size, dtype=torch.uint8, device=self.device)
@@ -151,6 +205,22 @@ class Role:
                     pairs = list(zip(source.split(bucket), target.split(bucket), strict=True))
                     work = lambda pairs=pairs: [b.copy_(a, non_blocking=True) for a, b in pairs]  # noqa: E731
                     found[f"{way}, {kind}, {bucket >> 20} MiB"] = self.timed(work, rounds)
+        return found
+
+    def digests(self, size: int, rounds: int) -> dict[str, list[float]]:
+        """Seconds of the checksums of `size` bytes: one thread on the host, and those of the device."""
+        host = flat_buffer.buffer(size).random_(0, 256)
+        held: Any = host.numpy()
+        there, data = host.to(self.device), memoryview(held)
+        found = {
+            "xxh3-128": self.timed(lambda: xxhash.xxh3_128_digest(data), rounds),
+            "blake3": self.timed(lambda: blake3(data).digest(), rounds),
+            "blake3, all cores": self.timed(lambda: blake3(data, max_threads=blake3.AUTO).digest(), rounds),
+            "xxh3-128, buckets and whole": self.timed(lambda: flat_buffer.all_checksums(host, 64 << 20), rounds),
+        }
+        found["words on the device"] = self.timed(lambda: flat_buffer.checksum(there, WORDS), rounds)
+        whole = "words on the device, buckets and whole"
+        found[whole] = self.timed(lambda: flat_buffer.all_checksums(there, 64 << 20, WORDS), rounds)
         return found
 
 
@@ -201,6 +271,54 @@ class Learner(Role):
             self._publisher.close()
         self._publisher = None
         super().clear()
+
+    def snapshots(self, rounds: int) -> dict[str, list[float]]:
+        """Seconds of copies of the model, as `_copied`."""
+        assert self.model is not None
+        return self._copied(self.model.named_parameters, rounds)
+
+    def export(self, folder: str, rounds: int) -> dict[str, Any]:
+        """The same of a Megatron model that is exported meanwhile, and of the export alone; `bytes` of the version.
+
+        `folder` is a Hugging Face folder without values, as `write_folder` makes it.
+        """
+        import learner.megatron.backend  # noqa: F401  (before Megatron)
+        from learner.megatron import parallel
+        from learner.megatron.conversion import hf_folder, model
+        from learner.megatron.conversion.export import Exporter
+        from learner.megatron.lora import Adapters
+
+        path, layout = Path(folder), ParallelConfig()
+        parallel.initialize(layout, 0, GROUP_S)
+        try:
+            built = model.build(path, hf_folder.read_config(path), torch.bfloat16, layout, MoeConfig())
+            for chunk in built.chunks:
+                for parameter in chunk.parameters():
+                    parameter.data.normal_(0.0, 0.02)
+            exporter = Exporter(built, Adapters(built, None, path, 0))
+            size = sum(tensor.nbytes for _, tensor in exporter.tensors())
+            alone = self.timed(lambda: deque(exporter.tensors(), maxlen=0), rounds)
+            return {"bytes": size, "export alone": alone, **self._copied(exporter.tensors, rounds)}
+        finally:
+            parallel.shutdown()
+
+    def _copied(self, tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]], rounds: int) -> dict[str, list[float]]:
+        """Seconds for which a learner stands still while a version is copied: SnapshotMaker, by where its buffers are.
+
+        The first two versions make the buffers.
+        """
+        found: dict[str, list[float]] = {}
+        for name, where in {"host": None, "device": self.device}.items():
+            maker, kept = SnapshotMaker("bfloat16", where), []
+            for version in range(rounds + 2):
+                self.wait()
+                began = time.perf_counter()
+                kept.append(maker.make(version, tensors(), None))
+                found.setdefault(f"to buffers on the {name}", []).append(time.perf_counter() - began)
+                del kept[:-1]
+            del maker, kept
+            gc.collect()
+        return found
 
 
 def _change(model: Model, share: float) -> None:
@@ -290,6 +408,68 @@ class Node(Role):
             self._target.receiver.close()
         self._thread = self._target = None
         super().clear()
+
+    def flips(self, buckets: list[int], rounds: int) -> dict[str, Any]:
+        """Seconds of loading a staged version that is elsewhere, of a bare copy of as many bytes, and of the proofs.
+
+        `registered` is the same host memory, pinned where it is; `register_s` is how long that took.
+        """
+        assert self.model is not None
+        found: dict[str, Any] = {}
+        layout = self.model.layout(XXH3)
+        torch.set_num_threads(os.cpu_count() or 1)
+        flat = flat_buffer.buffer(layout.total_bytes).fill_(0)  # its pages are there, as after the first version
+        torch.set_num_threads(1)
+        found["host, pageable"] = self._loads(flat, layout, buckets[1:2], 1, warm_up=0)
+        found["proof of host buffers"] = self._proof(layout)
+        if self.device.type != "cuda":
+            return found
+        began = time.perf_counter()
+        runtime: Any = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
+        found["register_s"] = time.perf_counter() - began
+        found["host, registered"] = self._loads(flat, layout, buckets, rounds)
+        torch.cuda.check_error(runtime.cudaHostUnregister(flat.data_ptr()))
+        del flat
+        staged = flat_buffer.buffer(layout.total_bytes, self.device)
+        found["device"] = self._loads(staged, layout, buckets[1:2], rounds)
+        found["proof of device buffers"] = self._proof(self.model.layout(WORDS))
+        return found
+
+    def _proof(self, layout: Layout) -> dict[str, list[float]]:
+        return {"proof": self.timed(lambda: weight_proof.checksum(self.model, layout), 1, warm_up=0)}
+
+    def _loads(
+        self, flat: torch.Tensor, layout: Layout, buckets: list[int], rounds: int, warm_up: int = 1
+    ) -> dict[str, list[float]]:
+        """Seconds of the model's load from `flat`, and of copies to one buffer on the device."""
+        model = self.model
+        assert model is not None
+        load = lambda: model.load_weights(flat_buffer.view(flat, layout))  # noqa: E731
+        found = {"load": self.timed(load, rounds, warm_up)}
+        for bucket in buckets:
+            there = torch.empty(bucket, dtype=torch.uint8, device=self.device)
+
+            def bare(there: torch.Tensor = there, parts: Iterable[torch.Tensor] = flat.split(bucket)) -> None:
+                for part in parts:
+                    there[: part.numel()].copy_(part, non_blocking=True)
+
+            found[f"bare, {bucket >> 20} MiB"] = self.timed(bare, rounds, warm_up)
+        return found
+
+
+@cache
+def vllm_transfers() -> Any:
+    """vLLM's packed_tensor.py, with which its nccl and ipc transfers send and receive. It imports only torch."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        raise RuntimeError("vLLM is not installed")
+    path = Path(found.submodule_search_locations[0]) / "distributed" / "weight_transfer" / "packed_tensor.py"
+    spec = importlib.util.spec_from_file_location("packed_tensor", path)
+    assert spec is not None and spec.loader is not None
+    code = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(code)
+    return code
 
 
 def serve(number: int, pipe: Connection) -> None:
