@@ -53,7 +53,7 @@ class Case:
         given = {"world_size": self.world, "parallel": ParallelConfig(**self.parallel), **self.learner}
         if self.sft:
             return SftConfig(run=run, model=model, tasks=SftTasksConfig(dataset="n"), learner=SftLearnerConfig(**given))
-        own = {"environment": "none", "dataset": "none"}
+        own: dict[str, Any] = {"environment": "none", "dataset": "none"}
         sources = {name: SourceConfig(**own, kl_coefficient=coefficient) for name, coefficient in self.kl.items()}
         tasks = TasksConfig(sources=sources) if sources else TasksConfig(**own)
         scorers = {"t": ScorerConfig(kind="teacher", url="http://127.0.0.1:1", model="t")}
