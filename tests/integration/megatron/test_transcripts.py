@@ -45,12 +45,12 @@ def documents() -> list[Document]:
 
 
 def job_model(folder: Path, spec: dict[str, Any]) -> None:
-    tiny_models.save(tiny_models.new_model("tied"), folder / "models" / "tied")
+    tiny_models.save(tiny_models.new_model("tied-deep"), folder / "models" / "tied-deep")
 
 
 def job_layout(folder: Path, spec: dict[str, Any]) -> None:
     """The log-probabilities that a step keeps, and those of the same documents before it."""
-    backend = tiny_models.backend(folder, spec)
+    backend = tiny_models.backend(folder, spec | {"kind": "tied-deep"})
     plans = plan(documents(), backend.data_parallel_size, 64, backend.document_multiple)
     mine = plans[backend.data_parallel_rank]
     packed = delivered(backend, plans)
