@@ -51,8 +51,8 @@ def case(kind: str, ranks: int = 0, dtype: str = "float32", **parallel: int) -> 
 
 SPECS = [
     case("tied"), case("tied-deep", **TP2, **VPP2), case("qwen2", **TP2),
-    case("llama-deep", **PP2, last_stage_layers=3), case("moe", **EP2), case("moe", **TP2, **EP2), case("moe", expert_tensor=2, **EP2),
-    case("moe-deep", **VPP2, **EP2),
+    case("llama-deep", **PP2, last_stage_layers=3), case("moe", **EP2), case("moe", **TP2, **EP2),
+    case("moe", expert_tensor=2, **EP2), case("moe-deep", **VPP2, **EP2),
     case("deepseek-v3", **TP2, **EP2), case("deepseek-v3", **PP2), case("deepseek-v3-plain", **TP2),
     case("glm", **EP2),
     case("tied", dtype="bfloat16", **TP2), case("deepseek-v3", dtype="bfloat16"),
