@@ -125,9 +125,9 @@ _ALL = (
     *_layouts(2, "untied", PP2 | {"last_stage_layers": 3}),
     *_layouts(2, "llama", CP2),
     *_layouts(2, "moe", {}, TP2 | EP2),
-    *_layouts(4, "tied", {}, {"pipeline": 4}, PP2, TP2 | VPP2),
+    *_layouts(4, "tied", {}, {"pipeline": 4}, TP2 | VPP2),
     *_layouts(4, "untied", {"tensor": 4}, {"context": 4}, CP2 | VPP2),
-    *_layouts(4, "moe", {"expert": 4}, TP2 | EP2, EP2 | ETP2, EP2 | CP2, EP2 | VPP2, TP2 | CP2 | {"expert": 4}),
+    *_layouts(4, "moe", {"expert": 4}, EP2 | ETP2, EP2 | VPP2, TP2 | CP2 | {"expert": 4}),
     *_layouts(8, "tied", TP2 | PP2 | CP2),
     *_layouts(8, "moe", TP2 | PP2 | EP2 | {"first_stage_layers": 3}, TP2 | PP2 | CP2 | EP2 | ETP2),
 )
