@@ -63,7 +63,6 @@ SPECS = forked_ranks.tried(
         {"name": "one"},
         {"name": "dp2", "ranks": 2},
         {"name": "tp2", "parallel": {"tensor": 2}},
-        {"name": "pp2", "parallel": {"pipeline": 2}},
         {"name": "cp2", "parallel": {"context": 2}},
         # a filler joins the last round
         {"name": "vpp2", "kind": "tied-deep", "parallel": {"pipeline": 2, "virtual_pipeline": 2}, "uneven": True},

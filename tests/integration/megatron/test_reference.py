@@ -15,14 +15,13 @@ SPECS: list[dict[str, Any]] = [
     {"name": "itself"},  # model.path: the policy as it was before its first step
     {"name": "bf16", "reference": "tied-other", "dtype": "bfloat16"},
     {"name": "moe", "kind": "moe", "reference": "moe-other"},
-    {"name": "tp2", "reference": "tied-other", "parallel": {"tensor": 2}},
     {"name": "dp2", "ranks": 2, "reference": "tied-other"},
     {
         **{"name": "vpp2", "kind": "tied-deep", "reference": "tied-deep-other"},
         "parallel": {"pipeline": 2, "virtual_pipeline": 2},
     },
     {"name": "ep2", "kind": "moe", "reference": "moe-other", "parallel": {"expert": 2}},
-    {"name": "tp2-pp2", "parallel": {"tensor": 2, "pipeline": 2}},
+    {"name": "tp2-pp2", "reference": "tied-other", "parallel": {"tensor": 2, "pipeline": 2}},
 ]
 
 
