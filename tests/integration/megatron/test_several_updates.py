@@ -89,7 +89,7 @@ def documents(step: int, behavior: dict[str, Tensor], routed: bool = False) -> l
     for number in range(GROUPS * SIZE):
         length = int(draw.integers(3, 40))
         known = behavior.get(f"{step}.{number}")
-        experts = np.stack([draw.permutation(8)[:2] for _ in range(length * 2)]).reshape(length, 2, 2)
+        experts = np.stack([draw.permutation(8)[:2] for _ in range(length * 4)]).reshape(length, 4, 2)[:, :2]
         made.append(
             Document(
                 tokens=draw.integers(3, VOCABULARY, length).astype(np.int32),
