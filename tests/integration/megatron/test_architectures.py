@@ -25,7 +25,7 @@ DYNAMIC = {"rope_theta": 1e6, "rope_type": "dynamic", "factor": 4.0, "original_m
 REFUSED: dict[str, tuple[tiny_models.Kind, str]] = {
     "llama-attention-bias": (
         ("Llama", dict(attention_bias=True)),
-        r"Megatron has no place for model\.layers\.0\.self_attn\.k_proj\.bias, .* \(8 tensors in all\)",
+        r"Megatron has no place for model\.layers\.0\.self_attn\.k_proj\.bias, .* \(16 tensors in all\)",
     ),
     "qwen2-yarn": (("Qwen2", dict(rope_parameters=SHORT_YARN)), "rotary embedding of type 'yarn' is not what Megatron"),
     "llama-dynamic": (("Llama", dict(rope_parameters=DYNAMIC)), "rotary embedding of type 'dynamic' is not"),
