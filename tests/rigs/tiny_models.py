@@ -31,7 +31,7 @@ from common.config.schema import (
 )
 from common.errors import SlipstreamError
 from launch.quickstart.assets import build_tokenizer
-from learner.backend_protocol import LossOutput, Microbatch
+from learner.backend_protocol import LossFunction, LossOutput, Microbatch, StepResult
 from learner.certificate import rank as of_megatron
 from learner.certificate import reference as of_transformers
 from learner.certificate.batch import packs
@@ -50,7 +50,7 @@ Kind = tuple[str, dict[str, Any]]  # the architecture's name in transformers, ke
 
 DEFAULT_ROPE = {"rope_theta": 1e6, "rope_type": "default"}
 SHARED: dict[str, Any] = {
-    **dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=4, initializer_range=0.2),
+    **dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, initializer_range=0.2),
     **dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, attn_implementation="sdpa"),
     **dict(bos_token_id=1, eos_token_id=2, pad_token_id=0, rope_parameters=DEFAULT_ROPE),
 }
@@ -88,7 +88,7 @@ KINDS: dict[str, Kind] = {
     "served": ("Qwen3", dict(head_dim=32)),  # vLLM has no smaller heads on a CPU
     "qwen2": ("Qwen2", {}),
     "qwen2.5-untied": ("Qwen2", dict(tie_word_embeddings=False)),
-    "qwen2-window": ("Qwen2", dict(use_sliding_window=True, sliding_window=6, max_window_layers=2)),
+    "qwen2-window": ("Qwen2", dict(use_sliding_window=True, sliding_window=6, max_window_layers=1)),
     "llama": ("Llama", {}),
     "llama-linear": ("Llama", dict(rope_parameters={"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0})),
     "llama-tied": ("Llama", dict(tie_word_embeddings=True)),
@@ -103,6 +103,10 @@ KINDS: dict[str, Kind] = {
     "deepseek-v3-plain": ("DeepseekV3", dict(q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=DEFAULT_ROPE)),
     "glm": ("Glm4Moe", {}),
 }
+# For stages of several pieces, more than two stages, uneven ones, and those with layers of both sorts.
+DEEP = {"num_hidden_layers": 4}
+DEEPENED = ("tied", "untied", "qwen2", "llama", "moe", "deepseek-v3", "glm")
+KINDS |= {f"{kind}-deep": (KINDS[kind][0], KINDS[kind][1] | DEEP) for kind in DEEPENED}
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{{ '\n' }}{% endfor %}"
 PLAIN += "{% if add_generation_prompt %}assistant: {% endif %}"
 MARKED = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
@@ -308,6 +312,19 @@ def exported(backend: Any, prefix: str) -> dict[str, Tensor]:
 def step(backend: Any, number: int) -> Any:
     """One optimizer step."""
     return backend.train_step(share(backend, microbatches(number)), policy_loss, TEMPERATURE, entropy=True)
+
+
+def step_and_gradients(
+    backend: Any, batches: list[Microbatch], loss: LossFunction = policy_loss
+) -> tuple[StepResult, dict[str, Tensor]]:
+    """An optimizer step on this rank's packs, and the gradients of before clipping as gradient.NAME."""
+    found: dict[str, Tensor] = {}
+
+    def keep(_: StepResult) -> bool:
+        found.update({f"gradient.{name}": tensor for name, tensor in gradients(backend).items()})
+        return True
+
+    return backend.train_step(batches, loss, TEMPERATURE, entropy=True, accept=keep), found
 
 
 def figures(backend: Any, number: int) -> list[float]:

@@ -15,12 +15,13 @@ from tests.rigs.forked_ranks import Outcome, group, same
 from tests.rigs.gathered_states import gathered
 from tests.rigs.tiny_models import exported, figures
 
-SAVED_AT = 3  # steps before the checkpoint
+SAVED_AT = 2  # steps before the checkpoint
 SAVE: list[dict[str, Any]] = [
-    {"name": "one"}, {"name": "bf16", "dtype": "bfloat16"}, {"name": "moe", "kind": "moe"},
+    {"name": "one", "kind": "tied-deep"}, {"name": "bf16", "dtype": "bfloat16"}, {"name": "moe", "kind": "moe"},
     {"name": "tp2", "parallel": {"tensor": 2}}, {"name": "pp2", "parallel": {"pipeline": 2}},
-    {"name": "vpp2", "parallel": {"pipeline": 2, "virtual_pipeline": 2}}, {"name": "cp2", "parallel": {"context": 2}},
-    {"name": "ep2", "kind": "moe", "parallel": {"expert": 2}}, {"name": "dp2", "ranks": 2}, {"name": "dp4", "ranks": 4},
+    {"name": "vpp2", "kind": "tied-deep", "parallel": {"pipeline": 2, "virtual_pipeline": 2}},
+    {"name": "cp2", "parallel": {"context": 2}}, {"name": "dp2", "ranks": 2},
+    {"name": "ep2", "kind": "moe", "parallel": {"expert": 2}},
     {"name": "ep2-dp2", "kind": "moe", "parallel": {"expert": 2}, "ranks": 4},
     {"name": "earlier-dp2", "ranks": 2, "gathered": True},
     {"name": "earlier-ep2", "kind": "moe", "parallel": {"expert": 2}, "gathered": True},
@@ -34,12 +35,12 @@ def other(checkpoint: str, name: str, kind: str = "tied", ranks: int = 0, **para
 
 
 OTHER = [
-    *(other(name, "one") for name in ("tp2", "pp2", "vpp2", "dp4", "cp2")),
+    *(other(name, "one") for name in ("tp2", "pp2", "dp2", "cp2")), other("vpp2", "one", "tied-deep"),
     other("ep2", "one", "moe"), other("ep2-dp2", "one", "moe"), other("tp2", "pp2", pipeline=2),
-    other("pp2", "dp2", ranks=2), other("dp4", "tp2", tensor=2), other("one", "vpp2", pipeline=2, virtual_pipeline=2),
-    other("moe", "ep2", "moe", expert=2), other("one", "cp2", context=2), other("ep2-dp2", "ep2", "moe", expert=2),
-    other("tp2", "cp2-pp2", context=2, pipeline=2), other("ep2", "ep2-pp2", "moe", expert=2, pipeline=2),
-    other("ep2", "ep2-tp2", "moe", ranks=4, expert=2, tensor=2),
+    other("pp2", "dp2", ranks=2), other("dp2", "tp2", tensor=2), other("tp2", "cp2", context=2),
+    other("one", "vpp2", "tied-deep", pipeline=2, virtual_pipeline=2),
+    other("moe", "ep2", "moe", expert=2), other("ep2-dp2", "ep2", "moe", expert=2),
+    other("ep2", "ep2-tp2-pp2", "moe", expert=2, tensor=2, pipeline=2),
 ]  # fmt: skip
 FULL_DISK = {"name": "full", "parallel": {"tensor": 2}}
 
@@ -143,7 +144,7 @@ def state_digest(backend: Any) -> list[float]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return forked_ranks.run(
         tmp_path_factory,
-        group(tiny_models.job_models, [{"kinds": ["tied", "moe"]}]),
+        group(tiny_models.job_models, [{"kinds": ["tied", "tied-deep", "moe"]}]),
         group(job_save, SAVE, shared=True),
         group(job_boxes, [{"name": "boxes"}]),
         group(job_shares, [{"name": "shares", "kind": "moe", "parallel": {"expert": 2}, "ranks": 4}]),

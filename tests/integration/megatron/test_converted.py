@@ -3,12 +3,12 @@
 Parameters begin as NaN, so that one that nothing loads is found. Each layout is here for something of its own:
 
     tied-one                       one rank, its forward pass too
-    llama-pipeline2-...            stages of unequal depth, and an output layer of its own
+    llama-deep-pipeline2-...       stages of unequal depth, and an output layer of its own
     qwen2-tensor2                  biases cut by tensor parallelism
-    tied-tensor2-pipeline2-...     pieces of virtual stages, cut matrices, an embedding on two stages
+    tied-deep-tensor2-...          pieces of virtual stages, cut matrices, an embedding on two stages
     tied-half-context2-bfloat16    copies over context ranks, sharded main parameters
     moe-expert2, moe-tensor2-...   whole experts, beside attention that is cut
-    moe-pipeline2-...              experts of virtual stages
+    moe-deep-pipeline2-...         experts of virtual stages
     moe-expert_tensor2-...         experts that are cut
     moe-half-expert2-bfloat16      experts of another type than Adam's
     deepseek-v3, -plain, glm       latent attention, dense layers, selection biases in float32, cut and spread
@@ -36,7 +36,7 @@ from tests.rigs.forked_ranks import Outcome, group, same, section
 from tests.rigs.tiny_models import TEMPERATURE, exported, figures, microbatches, share
 
 BIAS = "e_score_correction_bias"
-KINDS = ["tied", "qwen2", "llama", "moe", "deepseek-v3", "deepseek-v3-plain", "glm"]
+KINDS = ["tied", "tied-deep", "qwen2", "llama-deep", "moe", "moe-deep", "deepseek-v3", "deepseek-v3-plain", "glm"]
 HALVED = ["tied", "moe", "deepseek-v3"]  # also in files of bfloat16
 CHECKED = ["tied", "moe", "tied-half"]  # converted with the forward check
 TP2, PP2, CP2, EP2 = ({name: 2} for name in ("tensor", "pipeline", "context", "expert"))
@@ -50,8 +50,9 @@ def case(kind: str, ranks: int = 0, dtype: str = "float32", **parallel: int) -> 
 
 
 SPECS = [
-    case("tied"), case("tied", **TP2, **VPP2), case("qwen2", **TP2), case("llama", **PP2, last_stage_layers=3),
-    case("moe", **EP2), case("moe", **TP2, **EP2), case("moe", expert_tensor=2, **EP2), case("moe", **VPP2, **EP2),
+    case("tied"), case("tied-deep", **TP2, **VPP2), case("qwen2", **TP2),
+    case("llama-deep", **PP2, last_stage_layers=3), case("moe", **EP2), case("moe", **TP2, **EP2),
+    case("moe", expert_tensor=2, **EP2), case("moe-deep", **VPP2, **EP2),
     case("deepseek-v3", **TP2, **EP2), case("deepseek-v3", **PP2), case("deepseek-v3-plain", **TP2),
     case("glm", **EP2),
     case("tied", dtype="bfloat16", **TP2), case("deepseek-v3", dtype="bfloat16"),
@@ -60,8 +61,8 @@ SPECS = [
 ]  # fmt: skip
 for spec in SPECS:
     spec["verify"] = spec["name"] in ("tied-one", "moe-expert2", "tied-half-one")
-REFERENCES = [case("tied", **VPP2), case("tied", dtype="bfloat16")]
-RESUMED = [case("tied", dtype="bfloat16", **VPP2) | {"verify": True}, case("moe", **EP2)]
+REFERENCES = [case("tied", **PP2), case("tied", dtype="bfloat16")]
+RESUMED = [case("tied-deep", dtype="bfloat16", **VPP2) | {"verify": True}, case("moe", **EP2)]
 MIXED = {"name": "mixed-kinds", "parallel": TP2}
 ADAPTER = {"kind": "tied-converted", "lora": {"rank": 2}}
 
@@ -245,10 +246,10 @@ def job_damaged(folder: Path, spec: dict[str, Any]) -> None:
         file = models / f"damaged-{name}" / WEIGHTS / name
         file.write_bytes(bytes(file.stat().st_size))
     mixed = models / "damaged-mixed"
-    shutil.copytree(models / "llama-converted", mixed)
+    shutil.copytree(models / "llama-deep-converted", mixed)
     shutil.rmtree(mixed / WEIGHTS)
     shutil.copytree(models / "tied-converted" / WEIGHTS, mixed / WEIGHTS)
-    made = read_converted(models / "llama-converted")
+    made = read_converted(models / "llama-deep-converted")
     files = read_converted(models / "tied-converted").files
     manifest = msgspec.structs.replace(made, files=files, config=config_digest(mixed))
     (mixed / WEIGHTS / MANIFEST).write_bytes(msgspec.json.encode(manifest))

@@ -29,16 +29,17 @@ def layout(name: str, kind: str = "tied", **more: Any) -> dict[str, Any]:
     return {"name": name, "kind": kind, "critic": STEPPED | {"path": f"{kind}-critic"}} | more
 
 
+VPP2 = {"pipeline": 2, "virtual_pipeline": 2}
 OFFLOADED = {f"offload_{name}": True for name in ("optimizer", "gradients", "parameters")}
 LAYOUTS = tried(
     [
         layout("one"),
         layout("dp2", ranks=2, memory=OFFLOADED),
         layout("tp2", parallel={"tensor": 2, "sequence": False}),
-        layout("vpp2", parallel={"pipeline": 2, "virtual_pipeline": 2}, memory={"recompute": "full"}),
         layout("cp2", parallel={"context": 2}),
-        layout("untied-tp2-sp", "untied", parallel={"tensor": 2}),
-        layout("untied-pp2", "untied", parallel={"pipeline": 2}),
+        layout("untied-tp2-sp", "untied-deep", parallel={"tensor": 2}),
+        layout("untied-pp2", "untied-deep", parallel={"pipeline": 2}),
+        layout("untied-vpp2", "untied-deep", parallel=VPP2, memory={"recompute": "full"}),
     ]
 )
 BF16 = layout("bf16", dtype="bfloat16")
@@ -49,20 +50,20 @@ SAVED_AT = 2
 SAVE = tried(
     [
         layout("save-dp2", ranks=2, memory=OFFLOADED),
-        layout("save-tp2", parallel={"tensor": 2}),
+        layout("save-tp2", "untied-deep", parallel={"tensor": 2}),
         layout("save-lora", lora=LORA),
     ]
 )
 SAME = [spec | {"name": f"{spec['name']}-again", "checkpoint": spec["name"]} for spec in SAVE]
 OTHER = [
-    layout("tp2-to-vpp2", parallel={"pipeline": 2, "virtual_pipeline": 2}) | {"checkpoint": "save-tp2"},
+    layout("tp2-to-vpp2", "untied-deep", parallel=VPP2) | {"checkpoint": "save-tp2"},
     layout("dp2-to-one") | {"checkpoint": "save-dp2"},
 ]
 OTHER = [spec for spec in tried(OTHER) if spec["checkpoint"] in {saved["name"] for saved in SAVE}]
 REFUSED = [
     ALONE | {"name": "refused-with", "checkpoint": "save-lora"},
     layout("refused-without") | {"checkpoint": "none"},
-    layout("refused-shape") | {"critic": {"path": "untied-critic"}},
+    layout("refused-shape") | {"critic": {"path": "untied-deep-critic"}},
 ]
 
 
@@ -200,8 +201,8 @@ def job_refused(folder: Path, spec: dict[str, Any]) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return forked_ranks.run(
         tmp_path_factory,
-        group(job_models, [{"kinds": ["tied", "untied"]}], shared=True),
-        group(job_reference, [{"kind": "tied"}, {"kind": "untied"}], shared=True),
+        group(job_models, [{"kinds": ["tied", "untied-deep"]}], shared=True),
+        group(job_reference, [{"kind": "tied"}, {"kind": "untied-deep"}], shared=True),
         group(job_layout, [*LAYOUTS, BF16, ALONE], shared=True),
         group(job_loaded, [{}], shared=True),
         group(job_layout, [FRESH, AGAIN], shared=True),
@@ -281,7 +282,7 @@ def test_resuming_takes_bitwise_the_steps_of_the_run_that_went_on(folder: Path, 
         assert mine["after"] == approximately(theirs["after"])
     for section in ("values", "logprobs"):
         again(came_back.section(section), went_on.section(section))
-    for section, model in (("critic", "tied-critic"), ("policy", "tied")):
+    for section, model in (("critic", f"{spec['kind']}-critic"), ("policy", spec["kind"])):
         before = load_file(folder / "models" / model / "model.safetensors")
         moved_alike(before, came_back.section(section), went_on.section(section))
 
@@ -291,7 +292,7 @@ def test_another_layout_goes_on_with_the_same_steps(folder: Path, spec: dict[str
     went_on, came_back = Outcome(folder / spec["checkpoint"]), Outcome(folder / spec["name"])
     assert came_back.ranks[0]["after"] == pytest.approx(went_on.ranks[0]["after"], rel=1e-4 * LOOSE)
     same(came_back.section("values"), went_on.section("values"), atol=5e-5 * LOOSE)
-    before = load_file(folder / "models" / "tied-critic" / "model.safetensors")
+    before = load_file(folder / "models" / f"{spec['kind']}-critic" / "model.safetensors")
     moved_alike(before, came_back.section("critic"), went_on.section("critic"), atol=2e-5)
 
 

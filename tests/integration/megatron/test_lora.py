@@ -7,7 +7,7 @@ Each layout is here for something of its own:
 
     tp2                  matrices that are cut, without sequence parallelism
     qwen2-tp2            with it, and with biases
-    vpp2-recompute       pieces of the model on each stage, whose activations are computed again
+    vpp2-recompute       pieces of a model with biases on each stage, whose activations are computed again
     cp2-selective, dp2   gradients that are summed over copies
     moe-tp2-ep2          attention that is cut, with sequence parallelism, beside experts that are spread
     offload              weights that come back
@@ -38,7 +38,7 @@ ATTENTION = LORA | {"targets": ["linear_qkv", "linear_proj"]}
 SHARED_A = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # whose A these have
 REFERENCES = {  # name of the layout of one rank -> kind and adapters
     "one": ("tied", LORA),
-    "qwen2-one": ("qwen2", LORA | {"rank": 2, "targets": ["linear_qkv", "linear_fc1"]}),
+    "qwen2-one": ("qwen2-deep", LORA | {"rank": 2, "targets": ["linear_qkv", "linear_fc1"]}),
     "moe-one": ("normed", ATTENTION),
 }
 STEPPED = {"lr": 3e-2}  # B starts at zero; larger steps let it matter
@@ -57,7 +57,7 @@ CUT = tried(
     [
         layout("offload", memory=OFFLOADED),
         layout("tp2", tensor=2, sequence=False),
-        layout("vpp2-recompute", memory=FULL, pipeline=2, virtual_pipeline=2),
+        layout("vpp2-recompute", of="qwen2-one", memory=FULL, pipeline=2, virtual_pipeline=2),
         layout("cp2-selective", memory={"recompute": "selective"}, context=2),
         layout("dp2", ranks=2),
         layout("qwen2-tp2", of="qwen2-one", tensor=2),
@@ -72,7 +72,7 @@ SAVED_AT = 2  # steps before a checkpoint
 SAVE = [
     layout(name, **cut) for name, cut in (("save-one", {}), ("save-tp2", {"tensor": 2}), ("save-dp2", {"ranks": 2}))
 ]
-SAVE = tried([*SAVE, layout("save-vpp2", pipeline=2, virtual_pipeline=2)])
+SAVE = tried([*SAVE, layout("save-vpp2", of="qwen2-one", pipeline=2, virtual_pipeline=2)])
 DROPPED = [
     layout("save-dropout", memory=memory) | {"name": name, "lora": LORA | {"dropout": 0.3}}
     for name, memory in (("save-dropout", {}), ("save-dropout-recompute", FULL))
@@ -82,8 +82,8 @@ SAME = [  # shards of the optimizer's states, pieces of the model, and what drop
 ]
 OTHER = tried(
     [  # whole adapters that get cut; cut ones that become whole, and whose states are sharded
-        layout(f"{saved}-to-{name}", **cut) | {"checkpoint": saved}
-        for saved, name, cut in (("save-vpp2", "tp2", {"tensor": 2}), ("save-tp2", "dp2", {"ranks": 2}))
+        layout("save-vpp2-to-tp2", of="qwen2-one", tensor=2) | {"checkpoint": "save-vpp2"},
+        layout("save-tp2-to-dp2", ranks=2) | {"checkpoint": "save-tp2"},
     ]
 )
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -136,7 +136,7 @@ def job_models(folder: Path, spec: dict[str, Any]) -> None:
     tiny_models.save(tiny_models.new_model("tied", seed=7), folder / "models" / "other")
     shutil.copytree(folder / "models" / "tied", folder / "models" / "changed")
     weights = load_file(folder / "models" / "tied" / "model.safetensors")
-    weights["model.layers.3.mlp.down_proj.weight"][-1, -1] += 0.01
+    weights["model.layers.1.mlp.down_proj.weight"][-1, -1] += 0.01
     save_file(weights, folder / "models" / "changed" / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -204,12 +204,10 @@ def job_peft(folder: Path, spec: dict[str, Any]) -> None:
         (policy_loss(logprobs, entropy, batch).loss_sum / total).backward()
     tensors |= named("gradient", gradient=True)
     with torch.no_grad():
-        for i, batch in enumerate(batches):
-            tensors[f"base.{i}"] = tiny_models.hugging_face(tiny_models.new_model(kind), batch)[0]
-            tensors[f"other.{i}"] = tiny_models.hugging_face(tiny_models.new_model(kind, seed=7), batch)[0]
         loaded = PeftModel.from_pretrained(tiny_models.new_model(kind), str(folder / "saved" / of)).eval()
-        for i, batch in enumerate(batches):
-            tensors[f"loaded.{i}"] = tiny_models.hugging_face(loaded, batch)[0]
+        others = {"base": tiny_models.new_model(kind), "other": tiny_models.new_model(kind, seed=7), "loaded": loaded}
+        for name, other in others.items():
+            tensors |= {f"{name}.{i}": tiny_models.hugging_face(other, batch)[0] for i, batch in enumerate(batches)}
         whole = tiny_models.in_files(loaded.merge_and_unload())
     tensors |= {f"merged.{name}": tensor for name, tensor in whole.items()}
     forked_ranks.write(folder / f"peft-{of}", 0, tensors, {})

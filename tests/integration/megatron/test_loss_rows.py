@@ -25,7 +25,8 @@ SPECS: list[dict[str, Any]] = [
     {"name": "one"},
     {"name": "dp2", "ranks": 2},
     {"name": "tp2", "parallel": TP2 | {"sequence": False}},
-    {"name": "vpp2-cp2", "parallel": PP2 | CP2 | {"virtual_pipeline": 2}},  # three packs, and a filler
+    # three packs, and a filler
+    {"name": "vpp2-cp2", "kind": "tied-deep", "parallel": PP2 | CP2 | {"virtual_pipeline": 2}},
     {"name": "moe-tp2-sp-cp2-ep4", "kind": "moe", "parallel": TP2 | CP2 | {"expert": 4}},
 ]
 
@@ -98,7 +99,7 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    kinds = [{"kind": kind} for kind in ("tied", "moe")]
+    kinds = [{"kind": kind} for kind in ("tied", "tied-deep", "moe")]
     groups = group(job_reference, kinds, shared=True), group(job_layout, SPECS, shared=True)
     return forked_ranks.run(tmp_path_factory, *groups)
 

@@ -22,7 +22,7 @@ from tests.rigs.forked_ranks import Outcome, group
 from tests.rigs.layouts import RANKS, VOCABULARY, miniature
 from tests.rigs.processes import ROOT
 
-STEPS = 3
+STEPS = 2
 NAMES = ["llama-3.1-70b", "qwen3-235b-a22b", "mixtral-8x7b-sft", "deepseek-v3"]
 
 
@@ -62,7 +62,7 @@ def documents(
 
 
 def job_train(folder: Path, spec: dict[str, Any]) -> None:
-    """Three steps on one batch, under the miniature's layout or on one rank, which also makes the behavior policy's."""
+    """Steps on one batch, under the miniature's layout or on one rank, which also makes the behavior policy's."""
     small = miniature(spec["name"])
     backend = small.backend(folder, small.alone() if spec["alone"] else small.learner)
     supervised = small.max_tokens is None

@@ -35,18 +35,18 @@ MEASURED = [
     *measured("tied", 2, FLOAT32, tensor=2),
     *measured("tied", 2, BFLOAT16, pipeline=2),  # a tied embedding on both stages, in buckets of its own
     *measured("tied", 2),
-    *measured("qwen2", 2, FLOAT32, pipeline=2, virtual_pipeline=2),
+    *measured("qwen2-deep", 2, FLOAT32, pipeline=2, virtual_pipeline=2),
     *measured("llama", 4, BFLOAT16, tensor=2),
     *measured("mixtral", 2, expert=2),
     *measured("moe", 4, FLOAT32, pipeline=2, expert=2),
     *measured("moe", 4, BFLOAT16, expert=2),
     *measured("moe", 4, BFLOAT16, tensor=2, expert=2, expert_tensor=2),
-    *measured("deepseek-v3", 4, BFLOAT16, tensor=2, pipeline=2, expert=2),
+    *measured("deepseek-v3-deep", 4, BFLOAT16, tensor=2, pipeline=2, expert=2),
     *measured("deepseek-v3-plain", 2, FLOAT32, tensor=2),
     *measured("glm", 2, BFLOAT16, expert=2),
     *measured("tied", 1, lora={"rank": 6}),
     *measured("qwen2", 4, FLOAT32, tensor=2, lora={"rank": 6}),
-    *measured("tied", 2, BFLOAT16, pipeline=2, virtual_pipeline=2, lora={"rank": 2, "targets": ["linear_fc1"]}),
+    *measured("tied-deep", 2, BFLOAT16, pipeline=2, virtual_pipeline=2, lora={"rank": 2, "targets": ["linear_fc1"]}),
 ]
 DENSE_TOKENS = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp", "data x context": "dp-cp"}
 SPARSE_TOKENS = {"expert_tensor": "tp", "expert": "ep", "expert_data": "dp"}

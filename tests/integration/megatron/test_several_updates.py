@@ -40,14 +40,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"ranks": 2},
     "tp2": {"parallel": {"tensor": 2}},
     "cp2": {"parallel": {"context": 2}},
-    "vpp2": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}},
+    "pp2": {"parallel": {"pipeline": 2}},
     "dp2-offload": {"ranks": 2, "memory": OFFLOADED},
 }
 # Every layout has the loss that it could get wrong.
 PAIRS = {
     "clipped": ("one", "tp2", "dp2-offload"),  # log-probabilities that are frozen on cut and on moved weights
     "bounded": ("one", "cp2", "dp2"),  # means over samples that ranks share; ranks whose part of an update is empty
-    "stopped": ("one", "vpp2"),  # the last stage has the divergence, and the first one decides
+    "stopped": ("one", "pp2"),  # the last stage has the divergence, and the first one decides
 }
 SPECS = [
     {"name": f"{loss}-{name}", "loss": loss, "optimizer": {"lr": LR}, **LAYOUTS[name]}
@@ -89,7 +89,7 @@ def documents(step: int, behavior: dict[str, Tensor], routed: bool = False) -> l
     for number in range(GROUPS * SIZE):
         length = int(draw.integers(3, 40))
         known = behavior.get(f"{step}.{number}")
-        experts = np.stack([draw.permutation(8)[:2] for _ in range(length * 4)]).reshape(length, 4, 2)
+        experts = np.stack([draw.permutation(8)[:2] for _ in range(length * 4)]).reshape(length, 4, 2)[:, :2]
         made.append(
             Document(
                 tokens=draw.integers(3, VOCABULARY, length).astype(np.int32),
