@@ -1,4 +1,4 @@
-"""vLLM's server on a CPU, whose engine is a fork of it: `python -m rollout_fleet.scorers.vllm_server --model MODEL ...`."""
+"""vLLM's server on a CPU: `python -m rollout_fleet.scorers.vllm_server --model MODEL ...`. Its engine is a fork."""
 
 import runpy
 import sys
