@@ -251,7 +251,7 @@ class EngineRig:
     def core(self) -> psutil.Process:
         """The engine's process."""
         ended = psutil.STATUS_ZOMBIE  # those of earlier engines, which Python reaps when it starts the next process
-        living = [child for child in psutil.Process().children() if child.status() != ended]
+        living = [child for child in psutil.Process().children(recursive=True) if child.status() != ended]
         (found,) = [child for child in living if "EngineCore" in "".join(child.cmdline())]
         return found
 

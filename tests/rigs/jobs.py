@@ -119,13 +119,14 @@ def _forks() -> Any:
 
 
 class Run:
-    """The config of a run and its learners."""
+    """The config of a run, FOLDER/job.yaml, and its learners. Without a document it is there already."""
 
     metrics: type = StepMetrics
 
-    def __init__(self, folder: Path, document: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, document: dict[str, Any] | None = None) -> None:
         self.folder, self.config, self.run = folder, folder / "job.yaml", RunDir(folder / "run")
-        self.config.write_text(yaml.safe_dump(document))
+        if document is not None:
+            self.config.write_text(yaml.safe_dump(document))
         self._pids: list[int] = []
 
     def start(self, ranks: int = 1) -> None:

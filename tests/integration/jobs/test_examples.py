@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -31,7 +32,9 @@ def test_an_environment_of_ones_own_does_what_the_readme_says(tmp_path: Path) ->
     played("own-environment", tmp_path)
 
 
-def test_adapters_do_what_the_readme_says_are_published_alone_and_exported_in_both_ways(tmp_path: Path) -> None:
+def test_adapters_do_what_the_readme_says_are_published_alone_and_exported_in_both_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = played("lora", tmp_path)
     lines = metrics(folder / "run")
     # the engine computes with merged weights what the learner computes with adapters beside the base
