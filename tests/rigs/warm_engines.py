@@ -25,7 +25,7 @@ ARCHITECTURES = (
     "DeepseekV3ForCausalLM",
 )
 WARM = "SLIPSTREAM_TEST_WARM_ENGINES"  # variable of the process that forks
-SETTINGS = {  # of vLLM, as the engine sets them before the import
+SETTINGS = {  # the engine sets them, too, before it imports vLLM
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
