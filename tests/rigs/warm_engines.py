@@ -99,7 +99,8 @@ class Node(Command):
     def __enter__(self) -> Self:
         if device.CUDA:
             return super().__enter__()
-        self.process = Forked(_role, str(self.log), self._words)
+        process: Any = Forked(_role, str(self.log), self._words)
+        self.process = process
         return self
 
 
