@@ -32,7 +32,7 @@ from tests.unit.rollout_fleet.test_clients import play
 
 CLIENTS = ("openai_agents", "smolagents", "anthropic")  # they call responses, chat, messages
 REWRITES = "smolagents"  # its history is told in other words, so each of its turns is a path of its own
-QUESTIONS = ((1, 2), (3, 4))
+QUESTIONS = ((1, 2), (3, 4), (5, 6), (7, 8))
 OPENINGS, CLOSINGS = ("Adding.", "Calling.", "Trying."), ("", ".")  # the policy may choose; rewards ask for ""
 GROUP_SIZE, TEMPERATURE, ENTROPY = 4, 0.7, 0.01
 TOLERANCE = 2e-4
@@ -121,7 +121,7 @@ def taught(folder: Path) -> Path:
     write_policy(["".join(text + "<eos>" * mask for text, mask in segments) for segments in rows], folder / "random")
     (folder / "sft.jsonl").write_text("".join(json.dumps({"segments": segments}) + "\n" for segments in rows))
     document = {
-        "run": {"name": "taught", "dir": str(folder / "sft"), "steps": 60},
+        "run": {"name": "taught", "dir": str(folder / "sft"), "steps": 100},
         "model": {"path": str(folder / "random"), "dtype": "float32"},
         "tasks": {"dataset": str(folder / "sft.jsonl")},
         "learner": {

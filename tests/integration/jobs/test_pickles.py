@@ -25,7 +25,7 @@ from tests.rigs.waiting import LIMIT_S
 WIDE = "rollout.engine.tensor_parallel=2"  # so that workers of vLLM talk to each other
 VALIDATE, PING = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BI", 13, 7)  # words of torch's TCPStore
 ZMTP = (b"\xff".ljust(9, b"\0") + b"\x7f\x03\0NULL").ljust(64, b"\0")  # greeting of a ZeroMQ socket without a key
-STORE_S = 10.0  # for the answer of a store; other servers do not give it
+STORE_S = 20.0  # for the answer of a store; other servers do not give it
 SEND_S = 1.0  # time for an answer, which is not needed
 PAUSE_S = 1.0  # a step takes about this long at least
 MORE_STEPS = 6  # torchrun's c10d rendezvous read its value every 5 s
