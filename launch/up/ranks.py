@@ -26,11 +26,13 @@ def slurm_machines() -> int:
     return int(machines) if machines == tasks and machines.isdecimal() and int(machines) > 1 else 0
 
 
-def become_torchrun(config: BaseConfig, run: RunDir, broker: str = "") -> NoReturn:
-    """Replace this process, so that signals and exit codes are torchrun's own."""
+def become_learner(config: BaseConfig, run: RunDir, broker: str = "") -> NoReturn:
+    """Replace this process by torchrun, or by the only rank, so that signals and exit codes are its own."""
     run.prepare(config)
-    ranks = str(config.learner.world_size)
-    command = torchrun(run, ["--nproc-per-node", ranks], ["--broker", broker] if broker else [])
+    ranks = config.learner.world_size
+    words = ["--broker", broker] if broker else []
+    alone = [sys.executable, *_rank(run, words)]  # torchrun would import torch once more
+    command = torchrun(run, ["--nproc-per-node", str(ranks)], words) if ranks > 1 else alone
     with suppress(UsageError):  # else gloo listens at the address that the host's name leads to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", routed(LOOPBACK).name)
     if config.rl is not None:
@@ -42,8 +44,11 @@ def become_torchrun(config: BaseConfig, run: RunDir, broker: str = "") -> NoRetu
 def torchrun(run: RunDir, options: Sequence[str], words: Sequence[str]) -> list[str]:
     """torchrun with more `options`, which starts the ranks of a run once, with more `words` for each."""
     limits = ["--max-restarts", "0", "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
-    rank = ["-m", "learner.main", "--config", str(run.config), *words]
-    return [sys.executable, "-m", "learner.torchrun", *options, *limits, *rank]
+    return [sys.executable, "-m", "learner.torchrun", *options, *limits, *_rank(run, words)]
+
+
+def _rank(run: RunDir, words: Sequence[str]) -> list[str]:
+    return ["-m", "learner.main", "--config", str(run.config), *words]
 
 
 def thread_environment(threads: int) -> dict[str, str]:

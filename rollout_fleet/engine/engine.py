@@ -201,7 +201,7 @@ class Engine:
     def _create(self) -> Any:
         """Build AsyncLLM; blocks for the whole start."""
         shared_files.remove_left_files()
-        on_cpu = _prepare_environment(self._config)
+        on_cpu = prepare_environment(self._config)
         for warning in passthrough_warnings(self._config):
             logger.warning("%s", warning)
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -260,11 +260,11 @@ def import_ahead(config: Config, model: Path | None = None) -> None:
 
     `model` is the folder that the engine will load; None: the config's.
     """
-    if _prepare_environment(config):
-        engine_start.import_ahead(model or Path(config.model.path))
+    if prepare_environment(config):
+        engine_start.import_ahead(model or Path(config.model.path), config.rollout.engine.devices > 1)
 
 
-def _prepare_environment(config: Config) -> bool:
+def prepare_environment(config: Config) -> bool:
     """Set what vLLM and its libraries read once, at import; returns whether this engine runs on the CPU."""
     # Without it the engine's OpenMP threads spin against the front process: 13 times slower on two cores.
     os.environ["OMP_NUM_THREADS"] = str(config.rollout.threads)

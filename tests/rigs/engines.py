@@ -7,7 +7,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,9 +33,10 @@ from common.errors import SlipstreamError
 from common.weights.receive.weight_client import WeightClient
 from common.weights.source.publisher import WeightPublisher
 from common.weights.wire.messages import Canary
-from rollout_fleet.engine.engine import Engine
+from rollout_fleet.engine.engine import Engine, prepare_environment
 from rollout_fleet.episode.sampler_protocol import Generation
-from tests.rigs import device
+from rollout_fleet.vllm_patches.engine_start import register_models
+from tests.rigs import device, warm_engines
 from tests.rigs.waiting import LIMIT_S, until_async
 
 T = TypeVar("T")
@@ -121,9 +122,13 @@ def platform_as_on_cuda() -> Iterator[None]:
 
 
 class RigEngine(Engine):
-    """The engine whose worker can also be told to damage what it loads."""
+    """The engine whose worker can also be told to damage what it loads. On a CPU its processes are forks."""
 
     extension = "engine_extension.DamagingExtension"
+
+    def _create(self) -> Any:
+        with nullcontext() if device.CUDA else warm_engines.forking(self._config.rollout.engine.devices > 1):
+            return super()._create()
 
     def _arguments(self, on_cpu: bool) -> dict[str, Any]:
         return {**super()._arguments(on_cpu), "worker_extension_cls": f"tests.rigs.{self.extension}"}
@@ -185,13 +190,13 @@ class RigEngine(Engine):
 
 
 class CudaScheduleEngine(RigEngine):
-    """The same, started and scheduled as on CUDA."""
+    """The same, started and scheduled as on CUDA, where the engine's process is spawned."""
 
     extension = "cuda_schedule_extension.CudaScheduleExtension"
 
     def _create(self) -> Any:
         with platform_as_on_cuda():
-            return super()._create()
+            return Engine._create(self)
 
 
 class GraphEngine(RigEngine):
@@ -227,6 +232,8 @@ class EngineRig:
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.engine = kind(self.config)
+        if prepare_environment(self.config):
+            register_models(config.architectures)
         self.make, self.models = make, {}
         self.run(self.engine.start(), 2 * LIMIT_S)
         self.publisher = WeightPublisher(
@@ -244,7 +251,7 @@ class EngineRig:
     def core(self) -> psutil.Process:
         """The engine's process."""
         ended = psutil.STATUS_ZOMBIE  # those of earlier engines, which Python reaps when it starts the next process
-        living = [child for child in psutil.Process().children() if child.status() != ended]
+        living = [child for child in psutil.Process().children(recursive=True) if child.status() != ended]
         (found,) = [child for child in living if "EngineCore" in "".join(child.cmdline())]
         return found
 

@@ -17,6 +17,7 @@ import torch
 from common.process.lifecycle import die_with_parent
 from common.weights.wire import flat_buffer
 from common.weights.wire.layout import Layout
+from rollout_fleet.vllm_patches.engine_start import import_vllm
 from rollout_fleet.weights.weight_proof import whole_checksum
 from tests.rigs.tiny_models import in_files, new_model
 
@@ -124,12 +125,10 @@ def _child(folder: Path, number: int, spec: dict[str, Any]) -> None:
 def main(folder: Path) -> None:
     die_with_parent()
     os.environ |= ENVIRONMENT
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-    from vllm import ModelRegistry
-
     specs = json.loads((folder / "specs.json").read_text())
-    for name in {type(model_of(spec, 0)).__name__ for spec in specs}:  # else vLLM looks at each in a Python of its own
-        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+    import_vllm(sorted({type(model_of(spec, 0)).__name__ for spec in specs if spec["flips"]}))
+    from vllm import LLM, SamplingParams  # noqa: F401  (so that no child imports them)
+
     running = 0
     for number, spec in enumerate(specs):
         if running == AT_ONCE:

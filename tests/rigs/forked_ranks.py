@@ -34,6 +34,7 @@ from common.process.lifecycle import die_with_parent, leave
 from learner.rank_process import guard
 from tests.rigs import device
 from tests.rigs.processes import OURS, ROOT
+from tests.rigs.redis_servers import free_port
 from tests.rigs.waiting import LIMIT_S
 
 CASE_S = 2 * LIMIT_S  # for one spec; the largest need some seconds
@@ -83,14 +84,14 @@ def _server() -> "subprocess.Popen[str]":
     return server
 
 
-def start_learner(*arguments: str) -> int:
-    """Fork `python -m learner.main ARGUMENTS`, which needs no time for imports; its process id. One at a time."""
-    _order({"learner": arguments})
+def start_learner(*arguments: str, ranks: int = 1) -> list[int]:
+    """Fork `python -m learner.main ARGUMENTS`, which needs no time for imports; process ids by rank. One at a time."""
+    _order({"learner": arguments, "ranks": ranks})
     return _answer()
 
 
-def learner_ended() -> int:
-    """Wait for the end of the learner that was started last; its exit code, negative: the signal that ended it."""
+def learner_ended() -> list[int]:
+    """Wait for the end of the learner that was started last; exit codes by rank, negative: the signal that ended it."""
     return _answer()
 
 
@@ -318,19 +319,27 @@ def _run_worlds(order: dict[str, Any]) -> str:
     return ""
 
 
-def _run_learner(arguments: list[str], answer: Callable[[Any], None]) -> int:
-    """The exit code; `answer` gets the process id first."""
+def _run_learner(arguments: list[str], ranks: int, answer: Callable[[Any], None]) -> list[int]:
+    """Exit codes by rank; `answer` gets the process ids first. Several ranks meet as under torchrun."""
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    pids = []
+    for rank in range(ranks):
+        own = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+        pids.append(_start_learner_rank(arguments, own))
+    answer(pids)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def _start_learner_rank(arguments: list[str], environment: dict[str, str]) -> int:
     if device.CUDA:
-        learner = subprocess.Popen([sys.executable, "-m", "learner.main", *arguments], stdin=subprocess.DEVNULL)
-        answer(learner.pid)
-        return learner.wait()
-    pid = os.fork()
-    if pid == 0:
-        die_with_parent()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        leave(guard(importlib.import_module("learner.main").run, arguments))
-    answer(pid)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        command = [sys.executable, "-m", "learner.main", *arguments]
+        return os.posix_spawn(sys.executable, command, os.environ | environment)
+    if pid := os.fork():
+        return pid
+    die_with_parent()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ |= environment
+    leave(guard(importlib.import_module("learner.main").run, arguments))
 
 
 def serve() -> None:
@@ -351,7 +360,7 @@ def serve() -> None:
         order = json.loads(line)
         try:
             is_learner = "learner" in order
-            answer(_run_learner(order["learner"], answer) if is_learner else _run_worlds(order))
+            answer(_run_learner(order["learner"], order["ranks"], answer) if is_learner else _run_worlds(order))
         except Exception:
             answer(traceback.format_exc())
 

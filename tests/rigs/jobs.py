@@ -119,36 +119,44 @@ def _forks() -> Any:
 
 
 class Run:
-    """The config of a run and its learners."""
+    """The config of a run, FOLDER/job.yaml, and its learners. Without a document it is there already."""
 
     metrics: type = StepMetrics
 
-    def __init__(self, folder: Path, document: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, document: dict[str, Any] | None = None) -> None:
         self.folder, self.config, self.run = folder, folder / "job.yaml", RunDir(folder / "run")
-        self.config.write_text(yaml.safe_dump(document))
-        self.pid = 0
+        if document is not None:
+            self.config.write_text(yaml.safe_dump(document))
+        self._pids: list[int] = []
 
-    def start(self) -> None:
-        """Fork a learner of one rank."""
-        self.pid = _forks().start_learner("--config", str(self.config))
+    def start(self, ranks: int = 1) -> None:
+        """Fork a learner."""
+        self._pids = _forks().start_learner("--config", str(self.config), ranks=ranks)
 
     def until(self, condition: Callable[[], Any], every_s: float = 0.01) -> None:
         """Wait while that learner runs."""
-        waiting.until(condition, check=lambda: os.kill(self.pid, 0), every_s=every_s)
+        waiting.until(condition, check=lambda: [os.kill(pid, 0) for pid in self._pids], every_s=every_s)
 
     def signal(self, number: signal.Signals) -> int:
-        """Send a signal to that learner and wait for its end; its exit code."""
-        os.kill(self.pid, number)
-        return _forks().learner_ended()
+        """Send a signal to every rank of that learner and wait for its end; its exit code."""
+        for pid in self._pids:
+            os.kill(pid, number)
+        return self.ended()
+
+    def ended(self) -> int:
+        """Wait for the end of that learner; the exit code, which all ranks have."""
+        codes = _forks().learner_ended()
+        assert len(set(codes)) == 1, codes
+        return codes[0]
 
     def kill(self) -> None:
         """kill -9."""
         assert self.signal(signal.SIGKILL) == -signal.SIGKILL
 
-    def finish(self, code: int = 0) -> None:
+    def finish(self, code: int = 0, ranks: int = 1) -> None:
         """Fork a learner that ends by itself."""
-        self.start()
-        assert _forks().learner_ended() == code
+        self.start(ranks)
+        assert self.ended() == code
 
     def words(self, ranks: int) -> list[str]:
         """The command line of a learner as a person starts it."""
@@ -158,9 +166,9 @@ class Run:
             command += ["--shutdown-timeout", "300"]
         return [*command, "-m", "learner.main", "--config", str(self.config)]
 
-    def learner(self, ranks: int, name: str = "torchrun") -> Process:
+    def learner(self, ranks: int) -> Process:
         """The learner as a person starts it."""
-        return Process(self.folder / f"{name}.log", self.words(ranks))
+        return Process(self.folder / "torchrun.log", self.words(ranks))
 
     def lines(self) -> list[Any]:
         return read_tail(self.run.metrics, self.metrics).lines

@@ -103,7 +103,7 @@ def until(what: str, condition: Callable[[], Any], *commands: Process) -> Any:
     def told() -> str:
         return "\n".join(command.output()[-3000:] for command in commands)
 
-    return waiting.until(condition, what, 2 * LIMIT_S, check=check, told=told, every_s=0.1)
+    return waiting.until(condition, what, 2 * LIMIT_S, check=check, told=told, every_s=0.2)
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -1,4 +1,4 @@
-"""Whole jobs with every real part: ZeroMQ broker, Megatron learner under torchrun, vLLM nodes."""
+"""Whole jobs with every real part: ZeroMQ broker, Megatron learner, vLLM nodes."""
 
 import signal
 from collections.abc import Iterator
@@ -191,18 +191,17 @@ def test_an_interrupted_job_goes_on_and_one_killed_whole_loses_nothing(assets, t
         reached = len(metrics(run_dir))
         until("steps after the broker's death", lambda: len(metrics(run_dir)) > reached + 3, up)
         processes = descendants(up.process.pid)
-        assert len(processes) >= 5  # broker, torchrun, a rank, node, engine
+        assert len(processes) >= 4  # broker, learner, node, engine
         kill(up.process.pid)
         assert survivors(processes) == []
     assert metrics(run_dir)[-1]["incarnation"] == 1
 
     rule = "watch=[{metric: incarnation, above: 1, do: stop}]"
-    for name in ("third", "fourth"):
-        with Command(tmp_path, name, "up", str(config), often, rule) as up:
-            assert up.wait() == EXIT_HOPELESS, up.output()
-        assert "watch[0]: incarnation" in up.output()
+    with Command(tmp_path, "third", "up", str(config), often, rule) as up:
+        assert up.wait() == EXIT_HOPELESS, up.output()
+    assert "watch[0]: incarnation" in up.output()
     assert_trained_exactly_once(run_dir, len(metrics(run_dir)))
-    stopped_at = len(metrics(run_dir)) - 1  # by the third one at its first step; the fourth one refused to train
+    stopped_at = len(metrics(run_dir)) - 1  # at its first step; another start refuses to train: learner/test_resume.py
     paused, found = [event["detail"] for event in events(run_dir) if event["kind"] == "watch"]
     assert (paused["step"], paused["do"]) == (done, "pause")
     assert (found["rule"], found["step"], found["value"], found["do"]) == ("watch[0]", stopped_at, 2.0, "stop")

@@ -13,9 +13,10 @@ from typing import Any
 
 from common.evaluation import EvaluationResult
 from common.json_lines import lines_of
-from tests.rigs.jobs import assert_trained_exactly_once, events, metrics, status, write_config
+from tests.rigs.jobs import Run, assert_trained_exactly_once, events, metrics, status, write_config
 from tests.rigs.processes import Command, Process, kill, until
 from tests.rigs.waiting import read_jsonl
+from tests.rigs.warm_engines import Node
 
 PROBLEMS = {"first": 96, "second": 8}
 
@@ -59,29 +60,26 @@ def test_pool_nodes_evaluate_versions_once_although_node_broker_and_learner_are_
     slow = {"options": {"pause_s": 0.5}}
     config = write_config(tmp_path / "job.yaml", assets, run_dir, steps, tasks=slow, evaluation=told, learner=learner)
     with ExitStack() as stack:
-
-        def start(name: str, *words: str) -> Command:
-            return stack.enter_context(Command(tmp_path, name, *words))
-
-        broker = start("broker", "broker", str(config))
+        enter = stack.enter_context
+        broker = enter(Command(tmp_path, "broker", "broker", str(config)))
         until("the broker", lambda: (run_dir / "broker.json").exists(), broker)
         names = ("eval-0", "eval-1")
-        pool = [start(name, "rollout", str(config), "--node-id", name, "--pool", "eval") for name in names]
-        node = start("node-0", "rollout", str(config), "--node-id", "node-0")
+        pool = [enter(Node(tmp_path, name, str(config), "--node-id", name, "--pool", "eval")) for name in names]
+        node = enter(Node(tmp_path, "node-0", str(config), "--node-id", "node-0"))
         until("engines", lambda: [n["state"] for n in status(run_dir)["nodes"]] == ["joining"] * 3, broker, node, *pool)
-        first = start("learner-0", "learner", str(config))
-        until("results of version 0", lambda: len(results(run_dir, 0)) > 2, first, *pool)
+        learner = Run(tmp_path)
+        learner.start()
+        learner.until(lambda: len(results(run_dir, 0)) > 2)
         kill(pool[0].process.pid)
         assert not lines(run_dir), "the round is under way"
         kill(broker.process.pid)
         broker.process.wait()
-        broker = start("broker-1", "broker", str(config))
-        until("the lines of version 0", lambda: len(lines(run_dir)) >= 2, broker, first, pool[1])
-        until("results of the next version", lambda: results(run_dir, every), broker, first, pool[1])
-        kill(status(run_dir)["learner"]["pid"])
-        assert first.wait() != 0
-        last = start("learner-1", "learner", str(config))
-        for one in (last, node, pool[1]):
+        broker = enter(Command(tmp_path, "broker-1", "broker", str(config)))
+        learner.until(lambda: len(lines(run_dir)) >= 2)
+        learner.until(lambda: results(run_dir, every))
+        learner.kill()
+        learner.finish()
+        for one in (node, pool[1]):
             assert one.wait() == 0, one.output()
         shown = status(run_dir)
         broker.drain()
@@ -106,7 +104,7 @@ def test_a_learner_of_its_pinned_environment_trains_a_fleet_of_another_that_also
     with (
         Command(tmp_path, "broker", "broker", config) as broker,
         Process(tmp_path / "learner.out", [python, "-m", "launch.cli", "learner", config]) as learner,
-        Command(tmp_path, "node", "rollout", config) as node,
+        Node(tmp_path, "node", config) as node,
     ):
         until("a step", lambda: metrics(run_dir), broker, learner, node)
         for role in (learner, node):

@@ -13,6 +13,7 @@ from tests.rigs.jobs import assert_trained_exactly_once, events, ledger, metrics
 from tests.rigs.processes import Command, descendants, until
 from tests.rigs.telemetry import ChromeTrace
 from tests.rigs.waiting import LIMIT_S
+from tests.rigs.warm_engines import Node
 
 TOLERANCE = 2e-4  # nat, between two float32 implementations of one model
 WIDE = "rollout.engine.tensor_parallel=2"
@@ -52,12 +53,12 @@ def test_roles_started_separately_with_engines_of_one_and_of_two_workers_train_o
     }
     config = str(write_config(tmp_path / "job.yaml", assets, run_dir, 2000, **sections))
     with (
-        Command(tmp_path, "narrow", "rollout", config, "--node-id", "narrow") as narrow,  # waits for its broker
+        Node(tmp_path, "narrow", config, "--node-id", "narrow") as narrow,  # waits for its broker
         Command(tmp_path, "broker", "broker", config) as broker,
     ):
         until("broker", (run_dir / "broker.json").exists, broker)
         address = status(run_dir)["broker"]["address"]
-        with Command(tmp_path, "wide", "rollout", "--join", address, WIDE, "--node-id", "wide") as wide:
+        with Node(tmp_path, "wide", "--join", address, WIDE, "--node-id", "wide") as wide:
 
             def engines_are_up() -> bool:
                 return [n["joined"]["engine"] > 0 for n in nodes(run_dir).values()] == [True, True]

@@ -110,7 +110,7 @@ class Job:
             },
             "learner": {"groups_per_step": PER_STEP},
             "rollout": {
-                "group_size": GROUP_SIZE, "max_tokens": 24, "max_turns": 4, "concurrency": 16, "sample_timeout_s": 30,
+                "group_size": GROUP_SIZE, "max_tokens": 24, "max_turns": 4, "concurrency": 16, "sample_timeout_s": 15,
                 "engine": {"max_model_len": 160, "max_num_seqs": 32, "kv_cache_mib": 32, "eager": True},
             },
             "broker": {"lease_s": 30, "heartbeat_s": 0.2},
@@ -249,11 +249,11 @@ def test_environments_that_raise_or_hang_fail_their_groups_and_not_the_node(job:
     )
     assert [e.attempts for e in entries] == [2, 2]
     assert "fault on purpose" in entries[0].reason
-    assert "timeout" in entries[1].reason and "30 s" in entries[1].reason
+    assert "timeout" in entries[1].reason and "15 s" in entries[1].reason
     status = job.status()
     assert status is not None and status.alive and status.waste["failed"].tokens > 0
     run = RunDir(job.folder / "run")
-    for number, why in enumerate(("fault on purpose", "30 s")):
+    for number, why in enumerate(("fault on purpose", "15 s")):
         told = job.until(lambda serial=first + number: (t := list(read(run, task=serial))) and len(t) == 2 and t)
         assert all((t.node_id, t.why, why in t.error) == ("n0", ["failed"], True) for t in told), told
     for turn in (t.turns[1] for t in read(run, task=first)):

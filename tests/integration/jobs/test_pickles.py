@@ -27,7 +27,8 @@ VALIDATE, PING = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BI", 13, 7)  #
 ZMTP = (b"\xff".ljust(9, b"\0") + b"\x7f\x03\0NULL").ljust(64, b"\0")  # greeting of a ZeroMQ socket without a key
 STORE_S = 20.0  # for the answer of a store; other servers do not give it
 SEND_S = 1.0  # time for an answer, which is not needed
-MORE_STEPS = 20  # each takes at least 0.25 s: torchrun's c10d rendezvous read its value every 5 s
+PAUSE_S = 1.0  # a step takes about this long at least
+MORE_STEPS = 6  # torchrun's c10d rendezvous read its value every 5 s
 
 
 class Mark:
@@ -110,7 +111,7 @@ def attack(address: tuple[str, int], mark: bytes) -> int:
 def test_no_port_of_a_running_job_unpickles_what_it_gets(assets: Path, tmp_path: Path) -> None:
     run_dir, mark = tmp_path / "run", tmp_path / "unpickled"
     sections: dict[str, dict[str, Any]] = {
-        "tasks": {"environment": "tests.rigs.environments:agent", "options": {"pause_s": 0.25}},
+        "tasks": {"environment": "tests.rigs.environments:agent", "options": {"pause_s": PAUSE_S}},
         "learner": {"world_size": 2, "parallel": {"pipeline": 2}},
         "weights": {"transport": "relay"},
         "rollout": {"max_turns": 2},

@@ -11,6 +11,7 @@ from launch.keys import make
 from launch.observe.transcripts import read
 from tests.rigs.jobs import (
     GROUPS,
+    Run,
     assert_trained_exactly_once,
     events,
     ledger,
@@ -20,6 +21,7 @@ from tests.rigs.jobs import (
     write_config,
 )
 from tests.rigs.processes import Command, kill, until
+from tests.rigs.warm_engines import Node
 
 SLOW = {"options": {"pause_s": 0.25}}  # a step takes about this long at least, however fast the machine is
 ENDED = {"committed", "pending", "ready", "taken"}
@@ -33,19 +35,16 @@ def test_a_job_over_several_run_folders_is_stopped_through_its_address_and_conti
     done = 0
     for time in ("first", "second"):
         with ExitStack() as running:
-
-            def start(name: str, *words: str, running: ExitStack = running, time: str = time) -> Command:
-                return running.enter_context(Command(tmp_path, f"{time}-{name}", *words))
-
-            broker = start("broker", "broker", config)
+            broker = running.enter_context(Command(tmp_path, f"{time}-broker", "broker", config))
             until("broker", (run_dir / "broker.json").exists, broker)
             address = json.loads((run_dir / "broker.json").read_text())["address"]
             words = ["--join", address, "--credentials", str(keys.nodes / "far.json"), "--node-id", "far"]
-            node = start("node", "rollout", *words, f"run.dir={far}")
-            learner = start("learner", "learner", config)
-            until("steps", lambda done=done: len(metrics(run_dir)) >= done + 3, broker, node, learner)
+            node = running.enter_context(Node(tmp_path, f"{time}-node", *words, f"run.dir={far}"))
+            learner = Run(tmp_path)
+            learner.start()
+            learner.until(lambda done=done: len(metrics(run_dir)) >= done + 3)
             if time == "first":
-                until("a transcript", lambda: list(read(RunDir(run_dir))), broker, node, learner)
+                learner.until(lambda: list(read(RunDir(run_dir))))
                 assert {transcript.node_id for transcript in read(RunDir(run_dir))} == {"far"}
                 assert not RunDir(far).transcripts.exists(), "its text came over the wire"
                 asked = [address, "--credentials", str(keys.observer)]
@@ -62,7 +61,8 @@ def test_a_job_over_several_run_folders_is_stopped_through_its_address_and_conti
                 assert "listens on" in slipstream("logs", *asked, "broker")
             said = slipstream("stop", address, "--credentials", str(keys.learner))
             assert said.startswith("waiting for ") and said.endswith("stopped; the same commands continue the job\n")
-            assert [role.wait() for role in (learner, node, broker)] == [0, 0, 0], learner.output() + node.output()
+            assert learner.ended() == 0
+            assert [role.wait() for role in (node, broker)] == [0, 0], node.output() + broker.output()
         done = len(metrics(run_dir))
         assert (run_dir / "checkpoints" / f"step-{done:06d}").is_dir()
         entries = ledger(run_dir)

@@ -17,7 +17,7 @@ from tests.rigs import tiny_models
 from tests.rigs.jobs import events
 from tests.rigs.processes import Command, descendants, survivors, until
 
-STEPS = 300  # enough to be met in the middle
+STEPS = 100  # enough to be met in the middle
 
 
 def steps_of(run: RunDir) -> list[int]:

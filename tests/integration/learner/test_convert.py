@@ -9,7 +9,7 @@ import pytest
 from common.config.converted import MANIFEST, WEIGHTS, read_converted
 from common.errors import UsageError
 from tests.rigs.jobs import Job, slipstream
-from tests.rigs.processes import SLIPSTREAM, Process, descendants, survivors
+from tests.rigs.processes import SLIPSTREAM, Command, Process, descendants, survivors
 from tests.rigs.refusals import refused
 from tests.rigs.waiting import until
 
@@ -23,27 +23,29 @@ def converted(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("moment", [".made.partial", f".made.partial/{WEIGHTS}/__0_0.distcp", "made"])
-def test_killed_with_9_it_leaves_a_whole_folder_or_none_and_the_same_command_works(
-    tmp_path: Path, model: Path, moment: str
+def test_killed_with_9_it_leaves_a_whole_folder_or_none_and_the_same_command_goes_on(
+    tmp_path: Path, model: Path
 ) -> None:
     target = tmp_path / "made"
-    words = [*SLIPSTREAM, "convert", str(model), str(target)]
-    with Process(tmp_path / "killed.log", words) as process:
-        until((tmp_path / moment).exists, every_s=0.0005)
-        children = descendants(process.process.pid)
-        process.signal(signal.SIGKILL)
-        process.wait()
-        assert survivors(children) == []
-    if target.exists():
-        read_converted(target)
-    elif (left := tmp_path / ".made.partial").exists() and not (left / WEIGHTS / MANIFEST).exists():
-        with refused(UsageError, left, MANIFEST):
-            read_converted(left)
+    words = ["convert", str(model), str(target)]
+    for moment in (".made.partial", f".made.partial/{WEIGHTS}/__0_0.distcp", "made"):
+        if target.exists():  # the kill before came too late
+            break
+        with Command(tmp_path, "killed", *words) as command:
+            until((tmp_path / moment).exists, every_s=0.0005)
+            children = descendants(command.process.pid)
+            command.signal(signal.SIGKILL)
+            command.wait()
+            assert survivors(children) == []
+        if target.exists():
+            read_converted(target)
+        elif (left := tmp_path / ".made.partial").exists() and not (left / WEIGHTS / MANIFEST).exists():
+            with refused(UsageError, left, MANIFEST):
+                read_converted(left)
     if not target.exists():
-        slipstream(*words[len(SLIPSTREAM) :])
+        slipstream(*words)
         read_converted(target)
-        assert not list(tmp_path.glob(".made*")), "what the kill left is gone"
+    assert not list(tmp_path.glob(".made*")), "what the kills left is gone"
 
 
 def finished(folder: Path, model: Path, killed: bool) -> Job:

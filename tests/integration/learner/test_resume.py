@@ -4,7 +4,6 @@ import contextlib
 import gzip
 import json
 import random
-import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,9 +14,8 @@ from common.errors import EXIT_HOPELESS
 from learner.batch.dynamic_sampling import carries_signal
 from tests.rigs.device import CUDA
 from tests.rigs.jobs import GROUP_SIZE, GROUPS, STEPS, VOCABULARY, Job, assert_delivered_once, slipstream
-from tests.rigs.processes import Process, until
+from tests.rigs.processes import until
 from tests.rigs.recorded_node import recorded_group
-from tests.rigs.redis_servers import free_port
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +86,7 @@ def test_two_ranks_drain_on_sigterm_and_go_on_where_they_stopped(tmp_path: Path,
         assert 2 <= stopped < STEPS
         assert job.run.checkpoints.joinpath(f"step-{stopped:06d}").is_dir()
         assert client.status().groups_committed == stopped * GROUPS
-        with job.learner(ranks=2) as learner:
-            assert learner.wait() == 0, learner.output()
+        job.finish(ranks=2)
         assert_delivered_once(client.ledger())
     job.assert_every_step_once()
     assert all(line.staleness_max <= 2 for line in job.lines())
@@ -112,12 +109,10 @@ def test_two_ranks_killed_with_9_filter_the_same_groups_again(tmp_path: Path, mo
     while expected[-1][2]:
         expected.pop()  # after the last step's last group nothing is offered
     with job.served() as client:
-        with job.learner(ranks=2) as learner:
-            until("four steps", lambda: len(job.lines()) >= 4, learner)
-            learner.signal(signal.SIGKILL)
-            learner.wait()
-        with job.learner(ranks=2) as learner:
-            assert learner.wait() == 0, learner.output()
+        job.start(ranks=2)
+        job.until(lambda: len(job.lines()) >= 4)
+        job.kill()
+        job.finish(ranks=2)
         ledger = client.ledger()
     assert any(filtered for _, _, filtered in expected)
     assert [(entry.serial, entry.step, entry.filtered) for entry in ledger] == expected
@@ -133,29 +128,20 @@ def test_a_rule_on_a_metric_of_the_lead_stops_both_ranks_alike_and_their_checkpo
     job = Job(tmp_path / "job", model, {"world_size": 2, "parallel": {"tensor": 2}}, {"every": 100})
     with job.config.open("a") as config:
         config.write("watch: [{metric: nodes_live, above: 0, steps: 3, do: stop}]\n")  # only the lead asks the broker
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with job.served() as client, contextlib.ExitStack() as running:
-        ranks = [
-            running.enter_context(
-                Process(job.folder / f"rank-{rank}.log", job.words(1), RANK=str(rank), LOCAL_RANK=str(rank), **world)
-            )
-            for rank in range(2)
-        ]
-        assert [rank.wait() for rank in ranks] == [EXIT_HOPELESS] * 2, ranks[0].output() + ranks[1].output()
+    with job.served() as client:
+        job.finish(EXIT_HOPELESS, ranks=2)
         reason = "stopped by watch[0]: nodes_live was 1, above 0, for 3 steps at step 2; `slipstream resume "
-        for rank in ranks:
-            assert reason in rank.output()
+        for rank in range(2):
+            assert reason in (job.run.logs / f"learner-{rank}.log").read_text()
         (checkpoint,) = job.run.checkpoints.iterdir()
         assert checkpoint.name == "step-000003" and (checkpoint / "model" / "metadata.json").is_file()
         learner = client.status().learner
         assert learner.state == "failed" and learner.waiting_on.startswith(reason)
         assert client.status().groups_committed == 3 * GROUPS
-        with job.learner(ranks=2) as again:
-            assert again.wait() == EXIT_HOPELESS, again.output()
+        job.finish(EXIT_HOPELESS, ranks=2)
         assert len(job.lines()) == 3, "it refused to train"
         slipstream("resume", str(job.run.path))
-        with job.learner(ranks=2) as last:
-            assert last.wait() == 0, last.output()
+        job.finish(ranks=2)
         assert_delivered_once(client.ledger())
     job.assert_every_step_once()
 

@@ -69,8 +69,7 @@ def test_killed_with_9_between_two_updates_of_a_batch_it_ends_bitwise_as_if_it_w
 def test_two_ranks_train_as_one_does(tmp_path: Path, model: Path, unbroken: Job) -> None:
     job = make_job(tmp_path / "job", model, world_size=2)
     with job.served() as client:
-        with job.learner(ranks=2) as learner:
-            assert learner.wait() == 0, learner.output()
+        job.finish(ranks=2)
         assert_delivered_once(client.ledger())
     job.assert_every_step_once()
     for found, expected in zip(job.lines(), unbroken.lines(), strict=True):

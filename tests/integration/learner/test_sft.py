@@ -53,8 +53,7 @@ def test_two_ranks_learn_the_rows_and_the_model_says_them_back(tmp_path: Path, m
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     job = WarmStart(tmp_path, model, [{"prompt": p, "completion": c} for p, c in PAIRS], world_size=2)
-    with job.learner(ranks=2) as learner:
-        assert learner.wait() == 0, learner.output()
+    job.finish(ranks=2)
     lines = job.lines()
     assert [line.step for line in lines] == list(range(60))
     assert lines[0].loss > 3.0 > 0.1 > lines[-1].loss

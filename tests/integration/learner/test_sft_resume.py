@@ -19,7 +19,6 @@ from learner.checkpoint.folder import CheckpointFolder
 from learner.sft.rows import SftDataset
 from tests.rigs import tiny_models
 from tests.rigs.jobs import Job, Run
-from tests.rigs.processes import until
 from tests.rigs.waiting import read_jsonl
 
 STEPS = 24
@@ -53,9 +52,9 @@ class WarmStart(Run):
         }
         super().__init__(folder, document)
 
-    def stop_after(self, steps: int) -> int:
+    def stop_after(self, steps: int, ranks: int = 1) -> int:
         """Start a learner, tell it to stop after some steps; how many it did."""
-        self.start()
+        self.start(ranks)
         self.until(lambda: len(self.lines()) >= steps, every_s=0.0005)
         assert self.signal(signal.SIGTERM) == 0
         return len(self.lines())
@@ -186,13 +185,8 @@ def test_another_dataset_is_refused_when_a_run_goes_on(tmp_path: Path, models: P
 def test_experts_tuned_on_two_ranks_go_on_after_a_stop_and_into_the_rl_loop(tmp_path: Path, models: Path) -> None:
     layout = {"world_size": 2, "parallel": {"expert": 2}, "moe": {"freeze_router": True}}
     job = WarmStart(tmp_path / "job", models / "moe", {"every": 3}, **layout)
-    with job.learner(ranks=2) as learner:
-        until("four steps", lambda: len(job.lines()) >= 4, learner)
-        learner.drain()
-    stopped = len(job.lines())
-    assert 4 <= stopped < STEPS
-    with job.learner(ranks=2) as learner:
-        assert learner.wait() == 0, learner.output()
+    assert 4 <= job.stop_after(4, ranks=2) < STEPS
+    job.finish(ranks=2)
     lines = job.lines()
     assert [line.step for line in lines] == list(range(STEPS))
     assert lines[-1].loss < 0.6 * lines[0].loss

@@ -14,7 +14,7 @@ from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfi
 from common.weights.transports import nccl
 from common.weights.wire import flat_buffer
 from common.weights.wire.layout import Layout
-from rollout_fleet.engine.engine import Engine, _prepare_environment
+from rollout_fleet.engine.engine import Engine, prepare_environment
 from rollout_fleet.vllm_patches import socket_folder, worker_process
 from tests.rigs.refusals import refused
 
@@ -46,7 +46,7 @@ def test_what_a_cpu_needs_is_not_set_for_a_gpu(monkeypatch: pytest.MonkeyPatch, 
         return cuda
 
     monkeypatch.setattr(torch.cuda, "is_available", available)
-    assert _prepare_environment(config) is not cuda
+    assert prepare_environment(config) is not cuda
     assert environment["OMP_NUM_THREADS"] == "3" and environment["HF_HUB_OFFLINE"] == "1"
     assert [name in environment for name in CPU_ONLY] == [not cuda] * 3
     assert environment.get(SAMPLER) == ("0" if cuda else None), "vLLM would compile it for nothing"
@@ -61,7 +61,7 @@ def test_attention_in_float32_multiplies_as_float32(
     environment = {name: value for name, value in os.environ.items() if name not in (*UNSET, PRECISION)}
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    _prepare_environment(job(dtype))
+    prepare_environment(job(dtype))
     assert environment.get(PRECISION) == expected
 
 
