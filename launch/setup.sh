@@ -85,13 +85,17 @@ case "$kind" in
   learner|rollout) options="" more=", and torch's CUDA libraries" ;;
   *) options="--no-deps" ;;
 esac
-# Without dependencies to resolve, uv needs a third of pip's CPU time. It does not read pip's configuration.
+# Without dependencies to resolve, uv needs a third of pip's CPU time. It does not read pip's configuration: it gets the
+# indexes from here, and the system's certificates, which pip trusts.
 uv=""
 if [ -n "$options" ]; then
   uv="$(command -v uv || true)"
   [ -n "$uv" ] || { pip install --quiet "$uv_pin" 2>"$venv/pip.log" && uv="$venv/bin/uv"; } || say "no uv: using pip"
 fi
-indexes="$(pip config list | sed -nE "s/^[^.]*\.(index-url|find-links)='([^' ]*)'$/--\1 \2/p" | sort -u)"
+export UV_SYSTEM_CERTS=true
+indexes="$(pip config list | sed -nE "s/^[^.]*\.((extra-)?index-url|find-links)='(.*)'$/\1 \3/p" | sort -u \
+  | while read -r name places; do printf -- "--$name %s " ${places//\\n/ }; done)"
+case "$indexes" in *--extra-index-url*) indexes+="--index-strategy unsafe-first-match" ;; esac  # as pip, which looks at all
 
 # add ARGUMENTS: with uv, or with pip where uv is absent or fails; says how far it is
 add() {

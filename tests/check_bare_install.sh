@@ -20,7 +20,7 @@ wheel="$(build wheel "$made/${sdist%.tar.gz}")"
 
 "$python" -m venv --without-pip "$made/venv"
 pip=("$python" -m pip --python "$made/venv/bin/python" --disable-pip-version-check)
-"${pip[@]}" install -qq --constraint requirements/cpu.txt "$made/$wheel"
+"${pip[@]}" install -qq --no-compile --constraint requirements/cpu.txt "$made/$wheel"
 "${pip[@]}" check
 mkdir "$made/work"
 checkout="$PWD"

@@ -10,19 +10,24 @@ Partition 'urgent' takes whole nodes away from partition 'all', the default.
 """
 
 import contextlib
+import ctypes
 import functools
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from tests.rigs.processes import OURS
+from tests.rigs import processes
+from tests.rigs.processes import OURS, ROOT
 from tests.rigs.waiting import LIMIT_S, until
 
 TOOLS = ("unshare", "nsenter", "setpriv", "ip", "mount")
@@ -163,6 +168,10 @@ class Host:
         with log.open("ab") as out:
             return subprocess.Popen([*self.inside, *words], stdout=out, stderr=out, env={**os.environ, **(env or {})})
 
+    def fork(self, target: Callable[..., None], *arguments: Any, log: Path) -> BaseProcess:
+        """As `start`, for a function of an importable module: the fork server has imported torch already."""
+        return processes.start(_on_host, self.pid, str(log), target, *arguments)
+
     def slipstream(self, *words: str, log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         """`slipstream WORDS` in the background, with this interpreter."""
         path = OURS
@@ -184,10 +193,36 @@ class Host:
         return found
 
 
-def signal_to(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """A signal to the command that `start` started; nsenter passes none on."""
-    for child in until(lambda: psutil.Process(process.pid).children(), "nsenter has started its command"):
+def signal_to(process: subprocess.Popen[bytes] | BaseProcess, number: signal.Signals) -> None:
+    """A signal to what `start` or `fork` started on a host; the process here passes none on."""
+    for child in until(lambda: psutil.Process(process.pid).children(), "the host's process has started"):
         child.send_signal(number)
+
+
+def enter(pid: int, spaces: Iterable[str]) -> None:
+    """Move this thread into namespaces of the host whose first process is `pid`; for 'pid' its next children."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for space in [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in spaces]:
+        assert libc.setns(space, 0) == 0, os.strerror(ctypes.get_errno())
+        os.close(space)
+
+
+def _on_host(pid: int, log: str, target: Callable[..., None], *arguments: Any) -> None:
+    """Run `target` in a child on a host, with its output in `log`, and end after it."""
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(out, standard)
+    enter(pid, ("net", "uts", "pid", "mnt"))
+    if child := os.fork():
+        os._exit(os.waitpid(child, 0)[1] != 0)
+    try:
+        os.chdir(ROOT)
+        target(*arguments)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def in_hub(hub: int, *words: str) -> None:

@@ -4,10 +4,8 @@ The broker and the node are on h1, launchers of the learner on h2, h3 and, as a 
 host's own; all hosts share the folder of checkpoints.
 """
 
-import ctypes
 import functools
 import hashlib
-import os
 import sys
 import tempfile
 import threading
@@ -28,7 +26,7 @@ from common.process.run_dir import write_atomic
 from common.security.credentials import KeyFolder
 from launch.keys import make
 from launch.quickstart.assets import build_model, dense
-from tests.rigs.hosts import Host, hosts, missing
+from tests.rigs.hosts import Host, enter, hosts, missing
 from tests.rigs.jobs import GROUP_SIZE, GROUPS, VOCABULARY, Job, weights_of
 from tests.rigs.processes import OURS
 from tests.rigs.waiting import LIMIT_S, until
@@ -36,7 +34,6 @@ from tests.rigs.waiting import LIMIT_S, until
 PORT = 5555
 STEPS, EVERY = 120, 5  # length of the run, and between checkpoints
 TIMEOUT_S = 20.0  # learner.timeout_s
-CLONE_NEWNET = 0x40000000
 T = TypeVar("T")
 
 
@@ -109,14 +106,15 @@ class MachineRig:
         return self.launchers[host.name]
 
     def start_all(self) -> None:
-        """Two machines that train, and a spare one; returns when the run is well under way."""
-        self.start_broker()
-        self.start_node()
-        for host in self.hosts[:2]:
-            self.launch(host)
-        self.steps_beyond(EVERY)
-        self.launch(self.hosts[2], "--join", self.address, "--credentials", str(self.run_dir / "keys"))
-        until(lambda: "spare machine" in self.log(self.hosts[2]), "the spare machine", told=self.logs)
+        """Two machines that train, and a spare one; returns when the run is well under way, or is so again."""
+        if not self.launchers:
+            self.start_broker()
+            self.start_node()
+            for host in self.hosts[:2]:
+                self.launch(host)
+            self.steps_beyond(EVERY)
+            self.launch(self.hosts[2], "--join", self.address, "--credentials", str(self.run_dir / "keys"))
+        until(self.is_complete, "two machines that train, and a spare one", told=self.logs, every_s=0.1)
         for rank in (0, 1):  # each host has a run folder of its own
             until(lambda: self.observer().log(f"learner-{rank}"), f"the log of rank {rank}", told=self.logs)  # noqa: B023
 
@@ -158,6 +156,10 @@ class MachineRig:
         """The hosts of the round that runs, the one with the rendezvous first; [] while none does."""
         running = {m.host: m.index for m in self.status().machines if m.state == "running" and m.index >= 0}
         return sorted((host for host in self.hosts if host.name in running), key=lambda host: running[host.name])
+
+    def is_complete(self) -> bool:
+        """Whether two machines train, and the third is a spare one."""
+        return len(self.members()) == 2 and "waiting" in {machine.state for machine in self.status().machines}
 
     def version(self) -> int:
         learner = self.status().learner
@@ -249,17 +251,12 @@ def quiet_weights() -> str:
 def on_network(host: Host, call: Callable[[], T]) -> T:
     """The result of a call whose thread, and those that it starts, are in the network of a host."""
     found: list[T] = []
-    libc = ctypes.CDLL(None, use_errno=True)
 
-    def enter() -> None:
-        space = os.open(f"/proc/{host.pid}/ns/net", os.O_RDONLY)
-        try:
-            assert libc.setns(space, CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
-        finally:
-            os.close(space)
+    def called() -> None:
+        enter(host.pid, ["net"])
         found.append(call())
 
-    thread = threading.Thread(target=enter)
+    thread = threading.Thread(target=called)
     thread.start()
     thread.join()
     (result,) = found

@@ -4,12 +4,10 @@ The learner is on h1, the nodes are on h2, h3, ... in this order, further source
 looks into a process: a rig reads its events and the bytes that its host's cable has carried.
 """
 
-import contextlib
 import itertools
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,8 +16,8 @@ from typing import Any
 
 from common.security.credentials import KeyFolder
 from launch.keys import make
+from tests.rigs import weight_processes
 from tests.rigs.hosts import Host, hosts, missing, signal_to
-from tests.rigs.processes import OURS
 from tests.rigs.waiting import LIMIT_S, until
 from tests.rigs.weight_processes import value
 
@@ -37,8 +35,7 @@ class Worker:
         commands, said, self._log = (folder / f"{name}.{end}" for end in ("do", "said", "out"))
         os.mkfifo(commands)
         self._commands, self._said = os.open(commands, os.O_RDWR), said.open("w+b")
-        words = [sys.executable, "-m", "tests.rigs.weight_processes", kind, str(folder), name, json.dumps(options)]
-        self.process = host.start(words, self._log, OURS)
+        self.process = host.fork(weight_processes.main, kind, str(folder), name, json.dumps(options), log=self._log)
 
     def tell(self, command: object) -> None:
         os.write(self._commands, json.dumps(command).encode() + b"\n")
@@ -57,7 +54,7 @@ class Worker:
 
     def check(self) -> None:
         """Raise AssertionError when the process has ended."""
-        assert self.process.poll() is None, f"{self.name} has ended\n{self.told()}"
+        assert self.process.is_alive(), f"{self.name} has ended\n{self.told()}"
 
     def told(self) -> str:
         self.heard("")
@@ -66,23 +63,20 @@ class Worker:
 
     def kill(self) -> None:
         """It may stand still, or have ended already."""
-        if self.process.poll() is None:
+        if self.process.is_alive():
             signal_to(self.process, signal.SIGKILL)
-            self.process.send_signal(signal.SIGCONT)  # nsenter
-            self.process.wait(LIMIT_S)
+            self.process.join(LIMIT_S)
 
     def stop(self) -> None:
         signal_to(self.process, signal.SIGSTOP)
 
     def go(self) -> None:
-        """Let a stopped process run again. Its nsenter stopped with it, and wakes it when it wakes itself."""
+        """Let a stopped process run again."""
         signal_to(self.process, signal.SIGCONT)
-        self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         """After its host's end."""
-        self.process.send_signal(signal.SIGKILL)  # nsenter, which may stand still
-        self.process.wait(LIMIT_S)
+        self.process.join(LIMIT_S)
         os.close(self._commands)
         self._said.close()
 
@@ -338,11 +332,8 @@ class WeightRig:
         return new
 
     def close(self) -> None:
-        for worker in self._workers:
-            worker.process.kill()  # a stopped nsenter does not reap its child, and the host could not end
         self._stack.close()
 
     def _close_workers(self) -> None:
         for worker in self._workers:
-            with contextlib.suppress(ProcessLookupError):
-                worker.close()
+            worker.close()

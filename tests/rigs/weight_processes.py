@@ -2,9 +2,7 @@
 
 - `receive` receives over any transport, is told what to do message by message, and can be made to fail midway.
 - `run_node` is a node: the real control protocol and collectives, a plain buffer as the weights.
-- `main` is a node or a rank of a learner that can run on a host of its own:
-
-    python -m tests.rigs.weight_processes node|learner|source FOLDER NAME OPTIONS
+- `main` is a node or a rank of a learner that can run on a host of its own.
 
 It reads a line of JSON for each command from the FIFO FOLDER/NAME.do and writes one for each event to FOLDER/NAME.said.
 That is a file, because it outlives a process that is killed. OPTIONS are JSON, too. A node's command is [address,
@@ -19,7 +17,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -452,6 +449,7 @@ class Source(Rank):
 
 
 def main(kind: str, folder: str, name: str, options: str) -> None:
+    """`kind` is node, learner or source."""
     torch.set_num_threads(1)
     lines, given = Lines(Path(folder), name), json.loads(options)
     if kind == "node":
@@ -460,7 +458,3 @@ def main(kind: str, folder: str, name: str, options: str) -> None:
     lines.say("up")
     while True:
         rank.obey(json.loads(lines.recv_bytes()))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -22,6 +22,7 @@ from tests.rigs.configs import config_of, prepared, refusal
 from tests.unit.launch.test_report import line
 
 STEPS = 6
+FILES = {"report.html", "summary.json", *(f"over_{axis}.png" for axis in ("steps", "samples", "tokens", "seconds"))}
 
 
 def made(folder: Path, name: str, steps: int = STEPS, seed: int = 0, shift: float = 0.0, **sections: Any) -> RunDir:
@@ -83,18 +84,21 @@ def test_metrics_of_an_older_version_have_no_curve_where_they_have_no_number(tmp
     assert curve_of([loaded(run)], "steps", "length_mean") is None
 
 
-def test_an_environment_s_own_numbers_have_curves_in_the_runs_that_know_them(tmp_path: Path, capsys) -> None:
-    runs = [made(tmp_path, name, steps=3) for name in ("a", "b")]
-    lines = [json.loads(each) for each in runs[0].metrics.read_text().splitlines()]
+def teach(run: RunDir) -> None:
+    """Give its lines a number of an environment, but for the first."""
+    lines = [json.loads(each) for each in run.metrics.read_text().splitlines()]
     for step, each in enumerate(lines):
         each["environment"] = {"right$": step / 4} if step else {}
-    runs[0].metrics.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    run.metrics.write_text("".join(json.dumps(each) + "\n" for each in lines))
+
+
+def test_an_environment_s_own_numbers_have_curves_in_the_runs_that_know_them(tmp_path: Path) -> None:
+    runs = [made(tmp_path, name, steps=3) for name in ("a", "b")]
+    teach(runs[0])
     known, unknown = map(loaded, runs)
     x, y, _, _ = curve_of([known, unknown], "steps", "environment/right$")
     assert (x.tolist(), y.tolist()) == ([2, 3], [0.25, 0.5])
     assert curve_of([unknown], "steps", "environment/right$") is None
-    assert main(["report", *(str(run.path) for run in runs), "--out", str(tmp_path / "out")]) == 0
-    assert "right$" in (tmp_path / "out" / "report.html").read_text()
 
 
 def evaluation(version: int, reward: float, **more: Any) -> str:
@@ -155,6 +159,7 @@ def test_several_runs_are_written_side_by_side_into_one_page_with_the_difference
     monkeypatch.chdir(tmp_path)
     runs = [made(tmp_path, "a", seed=0), made(tmp_path, "b", seed=1, shift=0.3)]
     runs.append(made(tmp_path, "<b>c & $x_1$", staleness=StalenessConfig(max=7)))
+    teach(runs[0])
     runs[0].metrics.write_text(runs[0].metrics.read_text() + evaluation(2, 0.5) + '{"step": 9, "rew')
     (tmp_path / "report").mkdir()
     assert main(["report", *(str(run.path) for run in runs)]) == 0
@@ -162,7 +167,13 @@ def test_several_runs_are_written_side_by_side_into_one_page_with_the_difference
     page = Page(folder / "report.html")
     page.assert_stands_alone()
     assert page.text.index("staleness.max") < page.text.index("Curves") < page.text.index("reward: last 10 steps")
-    for words in ("<b>c & $x_1$", "a and 1 more, seeds 0, 1", "least to the largest", "Evaluation on held<out>"):
+    for words in (
+        "<b>c & $x_1$",
+        "right$",
+        "a and 1 more, seeds 0, 1",
+        "least to the largest",
+        "Evaluation on held<out>",
+    ):
         assert words in page.text
     assert page.tags.count("input") == 4 and "currentColor" in (folder / "report.html").read_text()
     for axis in ("steps", "samples", "tokens", "seconds"):
@@ -177,12 +188,11 @@ def test_several_runs_are_written_side_by_side_into_one_page_with_the_difference
     assert "staleness.max" in out and "report-2/report.html" in out
     for run in runs:
         assert not run.report.exists()
+    assert_pictures_are_whole_and_no_two_share_an_id(folder / "report.html")
 
 
-def test_the_pictures_of_the_page_are_whole_and_no_two_share_an_id(tmp_path: Path) -> None:
-    runs = [made(tmp_path, "a"), made(tmp_path, "b", staleness=StalenessConfig(max=7))]
-    assert main(["report", *(str(run.path) for run in runs), "--out", str(tmp_path / "out")]) == 0
-    pictures = re.findall(r"<figure[^>]*>(.*?)</figure>", (tmp_path / "out" / "report.html").read_text(), re.DOTALL)
+def assert_pictures_are_whole_and_no_two_share_an_id(page: Path) -> None:
+    pictures = re.findall(r"<figure[^>]*>(.*?)</figure>", page.read_text(), re.DOTALL)
     assert len(pictures) == 4
     found: set[str] = set()
     for picture in pictures:
@@ -201,36 +211,29 @@ def test_one_run_gets_a_page_of_its_own(tmp_path: Path) -> None:
     page = Page(run.report / "report.html")
     page.assert_stands_alone()
     assert "<i>x" in page.text and "reward: last 10 steps" in page.text
-    assert "Evaluation on held<out>" in page.text and (run.report / "over_tokens.png").is_file()
-    assert main(["report", str(run.path), "--out", str(tmp_path / "else")]) == 0
-    assert {path.name for path in (tmp_path / "else").iterdir()} == {path.name for path in run.report.iterdir()}
+    assert "Evaluation on held<out>" in page.text
+    assert {path.name for path in run.report.iterdir()} == FILES
 
 
-def test_a_run_without_steps_or_named_twice_is_said_and_the_others_are_shown(
+def test_a_run_without_steps_named_twice_or_without_its_config_is_said_and_equal_names_are_told_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, empty, out = made(tmp_path, "a"), made(tmp_path, "empty", steps=0), str(tmp_path / "out")
-    assert main(["report", str(run.path), str(run.path), str(empty.path), "--out", out]) == 0
+    one, two = made(tmp_path / "x", "a"), made(tmp_path / "y", "a", seed=3)
+    bare, empty, out = made(tmp_path, "bare"), made(tmp_path, "empty", steps=0), str(tmp_path / "out")
+    bare.config.unlink()
+    for run in (one, two, bare):  # an older version did not count samples
+        run.metrics.write_text(run.metrics.read_text().replace('"samples"', '"something"') + evaluation(2, 0.5))
+    assert main(["report", *(str(run.path) for run in (one, one, empty, two, bare)), "--out", out]) == 0
     assert f"{empty.path} has no steps yet." in capsys.readouterr().out.replace("\n", "")
-    assert list(json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]) == ["a"]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert list(summary["runs"]) == [f"a ({one.path})", f"a ({two.path})", "bare"]
+    assert summary["differences"][1] == ["run.seed", "0", "3", "-"]
+    assert {path.stem for path in (tmp_path / "out").glob("*.png")} == {"over_steps", "over_tokens", "over_seconds"}
     assert main(["report", str(empty.path), str(empty.path / ".." / "empty"), "--out", out]) == EXIT_FAILED
     assert "none of" in capsys.readouterr().err
     unused = tmp_path / "unused"
     assert main(["report", str(empty.path), str(made(tmp_path, "new", steps=0).path), "--out", str(unused)]) == 1
     assert not unused.exists()
-
-
-def test_a_run_without_its_config_is_shown_and_equal_names_are_told_apart(tmp_path: Path) -> None:
-    one, two = made(tmp_path / "x", "a"), made(tmp_path / "y", "a", seed=3)
-    bare = made(tmp_path, "bare")
-    bare.config.unlink()
-    for run in (one, two, bare):  # an older version did not count samples
-        run.metrics.write_text(run.metrics.read_text().replace('"samples"', '"something"') + evaluation(2, 0.5))
-    assert main(["report", *(str(run.path) for run in (one, two, bare)), "--out", str(tmp_path / "out")]) == 0
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert list(summary["runs"]) == [f"a ({one.path})", f"a ({two.path})", "bare"]
-    assert summary["differences"][1] == ["run.seed", "0", "3", "-"]
-    assert {path.stem for path in (tmp_path / "out").glob("*.png")} == {"over_steps", "over_tokens", "over_seconds"}
 
 
 def test_a_warm_start_beside_an_rl_job_and_a_folder_inside_of_a_run_are_refused(
@@ -280,7 +283,8 @@ def test_a_long_run_is_drawn_in_a_bounded_number_of_points(tmp_path: Path) -> No
     assert (len(x), x[0], y[0], x[-1]) == (126, 8, 3.5, 1001)
     assert curve_of([long], "steps", "staleness_max")[1][0] == 7, "a maximum stays one"
     assert evaluated([long], "tokens", "held<out>")[0] == 500, "between the points, too"
-    assert main(["report", str(run.path)]) == 0
-    page = (run.report / "report.html").read_text()
+    assert main(["report", str(run.path), "--out", str(tmp_path / "else")]) == 0
+    assert {path.name for path in (tmp_path / "else").iterdir()} == FILES and not run.report.exists()
+    page = (tmp_path / "else" / "report.html").read_text()
     assert page.count("every point is the mean of 2 steps") == 5, "in a note, and in each of four pictures"
     assert "mean of 5 points" in page

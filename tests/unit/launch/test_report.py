@@ -44,9 +44,14 @@ def line(step: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def test_summary_has_the_figures_of_the_run_and_every_plot_shows_something(run, capsys):
+def test_summary_has_the_figures_of_the_run_and_every_plot_shows_something(run, capsys, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn, draw = [], Figure.draw
+    monkeypatch.setattr(Figure, "draw", lambda figure, renderer: (drawn.append(figure), draw(figure, renderer)))
     write_json(run.path / "eval.json", {"greedy_accuracy": 0.99, "problems": 10})
     assert main(["report", str(run.path)]) == 0
+    assert len(drawn) == 2 * len(list(run.report.glob("*.png"))) == 6, "once for each of its two files"
     summary = json.loads((run.report / "summary.json").read_text())
     assert summary["run"]["steps"] == STEPS
     assert summary["run"]["seconds"] == pytest.approx(40.0)
@@ -116,15 +121,6 @@ def test_report_works_while_the_first_step_is_the_only_one(run):
     run.metrics.write_text(json.dumps(line(0)) + "\n" + '{"step": 1, "rew')
     assert main(["report", str(run.path)]) == 0
     assert json.loads((run.report / "summary.json").read_text())["run"]["steps"] == 1
-
-
-def test_every_picture_is_drawn_once_for_each_of_its_two_files(run, monkeypatch):
-    from matplotlib.figure import Figure
-
-    drawn, draw = [], Figure.draw
-    monkeypatch.setattr(Figure, "draw", lambda figure, renderer: (drawn.append(figure), draw(figure, renderer)))
-    assert main(["report", str(run.path)]) == 0
-    assert len(drawn) == 2 * len(list(run.report.glob("*.png"))) == 6
 
 
 def test_metrics_without_steps_or_of_another_program_fail_with_the_reason(run, capsys):

@@ -114,7 +114,9 @@ def test_value_and_gradient_are_those_of_the_formula_written_out(config: LossCon
 @pytest.mark.parametrize("config", EXTRAS + GRID[::9], ids=describe)
 def test_the_formula_written_out_agrees_with_finite_differences(config: LossConfig, case: Case) -> None:
     inputs = double(case.logprobs).requires_grad_(), double(case.entropy).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, h: reference_loss(config, MAX_TOKENS, case, x, h), inputs, atol=1e-6)
+    torch.manual_seed(0)  # fast: along a random direction
+    written = lambda x, h: reference_loss(config, MAX_TOKENS, case, x, h)  # noqa: E731
+    assert torch.autograd.gradcheck(written, inputs, atol=1e-6, fast_mode=True)
 
 
 @pytest.mark.parametrize("objective", ["ppo_clip", "gspo", "dppo_tv", "cispo"])
