@@ -18,6 +18,7 @@ from launch.up.devices import compute_capability
 SHUTDOWN_TIMEOUT_S = 300
 BLACKWELL = 10.0  # compute capability
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+OF_WORLDS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # what a shell may have of another world
 
 
 def slurm_machines() -> int:
@@ -31,8 +32,12 @@ def become_learner(config: BaseConfig, run: RunDir, broker: str = "") -> NoRetur
     run.prepare(config)
     ranks = config.learner.world_size
     words = ["--broker", broker] if broker else []
-    alone = [sys.executable, *_rank(run, words)]  # torchrun would import torch once more
-    command = torchrun(run, ["--nproc-per-node", str(ranks)], words) if ranks > 1 else alone
+    if ranks > 1:
+        command = torchrun(run, ["--nproc-per-node", str(ranks)], words)
+    else:  # torchrun would import torch once more
+        command = [sys.executable, *_rank(run, words)]
+        for name in OF_WORLDS:
+            os.environ.pop(name, None)
     with suppress(UsageError):  # else gloo listens at the address that the host's name leads to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", routed(LOOPBACK).name)
     if config.rl is not None:

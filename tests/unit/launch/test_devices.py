@@ -186,12 +186,14 @@ def test_ranks_get_their_environment_from_torchrun_or_alone_at_once(
 ) -> None:
     started: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr(ranks.os, "execvpe", lambda program, command, env: started.append((command, env)))
+    monkeypatch.setenv("WORLD_SIZE", "8")  # of another world
     config = job(tmp_path, *ranks_of_it, "learner.threads=3")
     ranks.become_learner(config, prepared(config), "tcp://there:1")
     ((command, environment),) = started
     assert command[1:3] == ["-m", module] and command[-2:] == ["--broker", "tcp://there:1"]
     given = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "OMP_NUM_THREADS": "3"}
     assert given.items() <= environment.items() and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
+    assert module == "learner.torchrun" or "WORLD_SIZE" not in environment
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
