@@ -32,8 +32,7 @@ class Run:
         return done.stdout
 
     def submit(self) -> None:
-        one_a_host = ("--sbatch", "fleet:cpus-per-task=3")
-        self.slipstream("slurm", str(self.config), "--sbatch", "gpus-per-node=", *one_a_host)
+        self.slipstream("slurm", str(self.config), "--sbatch", "gpus-per-node=")
 
     def scale(self, nodes: int) -> None:
         self.slipstream("scale", str(self.path), "--rollouts", str(nodes))

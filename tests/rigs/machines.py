@@ -32,7 +32,7 @@ from tests.rigs.processes import OURS
 from tests.rigs.waiting import LIMIT_S, until
 
 PORT = 5555
-STEPS, EVERY = 120, 5  # length of the run, and between checkpoints
+STEPS, EVERY = 130, 5  # length of the run, and between checkpoints
 TIMEOUT_S = 20.0  # learner.timeout_s
 T = TypeVar("T")
 
@@ -167,7 +167,7 @@ class MachineRig:
 
     def steps_beyond(self, version: int) -> float:
         """Wait until a later step than `version` is trained; returns the time, monotonic seconds."""
-        self.open_gate(version + 3 * EVERY)
+        self.open_gate(version + 2 * EVERY)  # all faults need 111 steps at most
         until(
             lambda: self.version() > version, f"a step beyond {version}", told=self.logs, check=self.check, every_s=0.05
         )
