@@ -18,7 +18,7 @@ from launch.up.devices import compute_capability
 SHUTDOWN_TIMEOUT_S = 300
 BLACKWELL = 10.0  # compute capability
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-OF_WORLDS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # what a shell may have of another world
+OF_WORLDS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # a shell may have those of another job
 
 
 def slurm_machines() -> int:

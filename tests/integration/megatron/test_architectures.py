@@ -42,7 +42,7 @@ REFUSED: dict[str, tuple[tiny_models.Kind, str]] = {
 
 DENSE = ["qwen2", "qwen2.5-untied", "qwen2-window", "tied", "llama", "llama-linear", "llama-tied", "mistral"]
 LATENT = ["deepseek-v3", "deepseek-v3-rope", "deepseek-v3-plain"]
-DEEP = ["deepseek-v3-deep", "glm-deep"]  # two stages, of which one has layers with experts and others
+DEEP = ["deepseek-v3-deep", "glm-deep"]  # two stages; one has layers with and without experts
 MOE = ["mixtral", "mixtral-window", "moe", "normed-window", *LATENT, "glm", *DEEP]
 SPLIT = {
     "tp2": ({"tensor": 2}, ["qwen2", "llama", "mistral", "mixtral", "deepseek-v3", "deepseek-v3-plain"]),

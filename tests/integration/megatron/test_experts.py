@@ -47,8 +47,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "tp2-pp2-ep2": (4, {"tensor": 2, "pipeline": 2, "expert": 2}),
     "cp2-tp2": (4, {"context": 2, "tensor": 2}),
 }
-# A layout of two kinds of parallelism proves both of them: what is in one of these is not repeated alone. "by-document"
-# and "replayed-biased" have what context parallelism changes of balancing and of replay.
+# A layout of two kinds of parallelism proves both of them, so neither is tried alone. Context parallelism changes
+# balancing in "by-document", and replay in "replayed-biased".
 KEPT = ("one", "dp2", "tp2-pp2-ep2")
 PAIRS = [
     *[("frozen", layout) for layout in ("one", "tp2-ep2")],

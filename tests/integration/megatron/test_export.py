@@ -72,7 +72,7 @@ def job_train(folder: Path, spec: dict[str, Any]) -> None:
 
 
 def job_export(folder: Path, spec: dict[str, Any]) -> None:
-    """What the process of `slipstream export` does, without its imports; the message if it refuses."""
+    """Export as the process of `slipstream export` does, without its imports; writes the message if it refuses."""
     from learner.checkpoint import export_main
     from learner.megatron import parallel
 

@@ -186,7 +186,7 @@ def test_ranks_get_their_environment_from_torchrun_or_alone_at_once(
 ) -> None:
     started: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr(ranks.os, "execvpe", lambda program, command, env: started.append((command, env)))
-    monkeypatch.setenv("WORLD_SIZE", "8")  # of another world
+    monkeypatch.setenv("WORLD_SIZE", "8")  # another job has set it
     config = job(tmp_path, *ranks_of_it, "learner.threads=3")
     ranks.become_learner(config, prepared(config), "tcp://there:1")
     ((command, environment),) = started
