@@ -32,7 +32,7 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
         "broker, learner and nodes on this machine, one live view, one clean stop"),
     "broker": ("up.roles:broker", "CONFIG key=value", "the broker of a job; with broker.store redis it may stand by"),
     "learner": ("up.roles:learner", "[CONFIG] key=value --credentials --join --join-timeout-s",
-        "the learner of a job, or one of its machines (torchrun starts its ranks where it has several)"),
+        "the learner of a job, or one of its machines (starts its ranks under torchrun)"),
     "rollout": ("up.roles:rollout", "[CONFIG] key=value --credentials --join --join-timeout-s", "one rollout node"),
     "scorer": ("up.roles:scorer", "CONFIG", "vLLM with the model of one of the config's `scorers`, on this machine"),
     "sft": ("up.roles:sft", "CONFIG key=value --credentials --join --join-timeout-s",

@@ -86,15 +86,25 @@ case "$kind" in
   *) options="--no-deps" ;;
 esac
 # Without dependencies to resolve, uv needs a third of pip's CPU time. It does not read pip's configuration: it gets the
-# indexes from here, and the system's certificates, which pip trusts.
+# indexes from here, and the system's certificates.
 uv=""
 if [ -n "$options" ]; then
   uv="$(command -v uv || true)"
   [ -n "$uv" ] || { pip install --quiet "$uv_pin" 2>"$venv/pip.log" && uv="$venv/bin/uv"; } || say "no uv: using pip"
 fi
-export UV_SYSTEM_CERTS=true
-indexes="$(pip config list | sed -nE "s/^[^.]*\.((extra-)?index-url|find-links)='(.*)'$/\1 \3/p" | sort -u \
-  | while read -r name places; do printf -- "--$name %s " ${places//\\n/ }; done)"
+export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}"
+configured="$(pip config list)"
+set_in_pip() {  # set_in_pip OPTION: its words; pip's variable goes before its files, and a virtual environment's file first
+  local level found
+  for level in :env: install '[a-z]*'; do
+    found="$(sed -nE "s/^$level\.$1='(.+)'$/\1/p" <<<"$configured" | tail -n 1)"
+    [ -z "$found" ] || { echo "${found//\\n/ }"; return; }
+  done
+}
+indexes=""
+for option in index-url extra-index-url find-links; do
+  for place in $(set_in_pip "$option"); do indexes+="--$option $place "; done
+done
 case "$indexes" in *--extra-index-url*) indexes+="--index-strategy unsafe-first-match" ;; esac  # as pip, which looks at all
 
 # add ARGUMENTS: with uv, or with pip where uv is absent or fails; says how far it is

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from functools import reduce
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -17,7 +17,7 @@ import msgspec
 
 from common.config.architecture import Architecture, UnknownArchitecture, read_architecture
 from common.config.converted import is_converted, read_converted
-from common.config.critic_checks import SCORE, critic_problems, is_critic, labels_of
+from common.config.critic_checks import SCORE, critic_problems, is_critic, labels_of, warmup_problems
 from common.config.loading import Document, describe_value
 from common.config.lora_checks import lora_problems
 from common.config.loss import OF_ONE, OVER_THE_BATCH, advantage_problems, is_plugin, loss_problems, update_problems
@@ -121,7 +121,8 @@ def _changed(found: Any, key: str, change: Callable[[str, str], str]) -> Any:
 
 def problems(config: BaseConfig, reader: Reader = "all") -> Iterator[Problem]:
     """Everything that does not fit, the most basic first."""
-    for problem in _problems(config, _read_by(reader, config)):
+    warmup = warmup_problems(config.rl) if config.rl is not None and reader != "learner" else ()
+    for problem in chain(_problems(config, _read_by(reader, config)), warmup):
         if not problem.found:
             value: object = reduce(getattr, problem.key.split("."), config)
             problem = replace(problem, found=describe_value(value))

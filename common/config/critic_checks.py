@@ -37,16 +37,19 @@ def critic_problems(config: Config, model: Architecture | None) -> Iterator[Prob
     if critic.lam == BY_LENGTH and critic.level == "turn":
         hint = "it follows from the number of tokens, and terms are turns"
         yield Problem(f"{_KEY}.lam", "a number with learner.critic.level: turn", hint=hint)
-    # A replay ends early and names the end of its run's schedule, which lies behind the warm-up.
-    if critic.warmup_steps >= config.run.steps and not config.learner.optimizer.decay_steps:
-        hint = "the policy would never train"
-        yield Problem(f"{_KEY}.warmup_steps", f"less than run.steps ({config.run.steps})", hint=hint)
     if not config.learner.loss.trains_on_rewards:
         hint = "rewards do not train the policy, so nothing would read the advantages"
         yield Problem(_KEY, "unset with learner.loss.distillation.alone", "a section", hint)
     if model is not None and model.experts is not None:
         hint = "no critic with experts is proven"
         yield Problem(_KEY, "unset for a model with experts", "a section", hint)
+
+
+def warmup_problems(config: Config) -> Iterator[Problem]:
+    """A warm-up as long as the job. The learner alone has the config of a replay, which may end in the warm-up."""
+    if config.learner.critic is not None and config.learner.critic.warmup_steps >= config.run.steps:
+        hint = "the policy would never train"
+        yield Problem(f"{_KEY}.warmup_steps", f"less than run.steps ({config.run.steps})", hint=hint)
 
 
 def is_critic(folder: Path) -> bool:

@@ -18,7 +18,6 @@ from launch.up.devices import compute_capability
 SHUTDOWN_TIMEOUT_S = 300
 BLACKWELL = 10.0  # compute capability
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-OF_WORLDS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # a shell may have those of another job
 
 
 def slurm_machines() -> int:
@@ -27,17 +26,11 @@ def slurm_machines() -> int:
     return int(machines) if machines == tasks and machines.isdecimal() and int(machines) > 1 else 0
 
 
-def become_learner(config: BaseConfig, run: RunDir, broker: str = "") -> NoReturn:
-    """Replace this process by torchrun, or by the only rank, so that signals and exit codes are its own."""
+def become_torchrun(config: BaseConfig, run: RunDir, broker: str = "") -> NoReturn:
+    """Replace this process, so that signals and exit codes are torchrun's own."""
     run.prepare(config)
-    ranks = config.learner.world_size
-    words = ["--broker", broker] if broker else []
-    if ranks > 1:
-        command = torchrun(run, ["--nproc-per-node", str(ranks)], words)
-    else:  # torchrun would import torch once more
-        command = [sys.executable, *_rank(run, words)]
-        for name in OF_WORLDS:
-            os.environ.pop(name, None)
+    ranks = str(config.learner.world_size)
+    command = torchrun(run, ["--nproc-per-node", ranks], ["--broker", broker] if broker else [])
     with suppress(UsageError):  # else gloo listens at the address that the host's name leads to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", routed(LOOPBACK).name)
     if config.rl is not None:
@@ -49,11 +42,8 @@ def become_learner(config: BaseConfig, run: RunDir, broker: str = "") -> NoRetur
 def torchrun(run: RunDir, options: Sequence[str], words: Sequence[str]) -> list[str]:
     """torchrun with more `options`, which starts the ranks of a run once, with more `words` for each."""
     limits = ["--max-restarts", "0", "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
-    return [sys.executable, "-m", "learner.torchrun", *options, *limits, *_rank(run, words)]
-
-
-def _rank(run: RunDir, words: Sequence[str]) -> list[str]:
-    return ["-m", "learner.main", "--config", str(run.config), *words]
+    rank = ["-m", "learner.main", "--config", str(run.config), *words]
+    return [sys.executable, "-m", "learner.torchrun", *options, *limits, *rank]
 
 
 def thread_environment(threads: int) -> dict[str, str]:

@@ -27,7 +27,7 @@ from launch.cluster.interface import use_for_weights
 from launch.resolve_target import check_same_job, checked, config_file, job_of, load_job, need_broker_library
 from launch.up.devices import check_devices, rounding_problems
 from launch.up.learner_machine import run_machine
-from launch.up.ranks import become_learner, slurm_machines, thread_environment
+from launch.up.ranks import become_torchrun, slurm_machines, thread_environment
 
 
 def broker(args: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ def broker(args: argparse.Namespace) -> int:
 
 
 def learner(args: argparse.Namespace) -> int:
-    """Become the ranks, which does not return; or one launcher of a learner of several machines."""
+    """Become torchrun with one process per rank, which does not return; or one launcher of a learner of several."""
     need_packages("learner")
     args.overrides = [*_machines_override(), *args.overrides]
     config, run, address = job_of(args, "learner")
@@ -65,7 +65,7 @@ def _machines_override() -> list[str]:
 
 
 def run_ranks(args: argparse.Namespace, config: BaseConfig, run: RunDir, address: str = "") -> int:
-    """Become the ranks, which does not return, or one launcher of several machines."""
+    """Become torchrun, which does not return, or one launcher of several machines."""
     key = "learner.world_size / learner.machines" if config.learner.machines > 1 else "learner.world_size"
     check_devices(config.learner.world_size // config.learner.machines, key)
     said, found = first_line(config, args.config or str(run.config))
@@ -73,7 +73,7 @@ def run_ranks(args: argparse.Namespace, config: BaseConfig, run: RunDir, address
     run.check_agrees(config)
     found.keep(run)
     if config.learner.machines == 1:
-        return become_learner(config, run, address)
+        return become_torchrun(config, run, address)
     address, status = answering_broker(args, config, run)
     check_same_job(config, args.config or "this machine", status.run.config, address)
     return run_machine(config, run, address)

@@ -1,6 +1,6 @@
 """slipstream up CONFIG: all roles of a job on this machine, from the first start to the last end.
 
-It starts the broker, then the learner and the nodes, each in a process group of its own.
+It starts the broker, then the learner (torchrun) and the nodes, each in a process group of its own.
 A job is done when the learner ends. The nodes leave by themselves, and the broker writes the ledger and ends.
 With --web the page of a job that is done stays until Ctrl-C.
 On Ctrl-C nodes return their leases, the learner writes a checkpoint, and the broker writes the ledger and ends.

@@ -52,7 +52,6 @@ def test_what_fits_is_not_refused() -> None:
         (["learner.critic={}"], ("learner.loss.advantage", "gae with learner.critic", "/ grpo /")),
         ([*GAE, "learner.critic.value_clip=0.2"], ("learner.critic.value_clip", "unset with one update")),
         ([*GAE, "learner.critic.lam=length", "learner.critic.level=turn"], ("learner.critic.lam", "tokens", "turns")),
-        ([*GAE, "learner.critic.warmup_steps=100000"], ("learner.critic.warmup_steps", "less than run.steps")),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], facts: tuple[str, ...]) -> None:
@@ -117,3 +116,9 @@ def test_the_folder_is_checked_and_made_absolute(tmp_path: Path, monkeypatch: py
     for other in ('{"architectures": ["Qwen3ForCausalLM"]}', '{"architectures": {"a": 1}}', "[]"):
         (folder / "config.json").write_text(other)
         assert said(), "another model must be whole"
+
+
+def test_a_warm_up_as_long_as_the_job_is_refused_but_in_a_replay_which_only_the_learner_reads() -> None:
+    job = resolve_paths(load([*GAE, "learner.critic.warmup_steps=4", "run.steps=4", "learner.optimizer.decay_steps=3"]))
+    assert "learner.critic.warmup_steps" in {problem.key for problem in problems(job)}
+    assert "learner.critic.warmup_steps" not in {problem.key for problem in problems(job, "learner")}

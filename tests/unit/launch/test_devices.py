@@ -177,23 +177,13 @@ def test_ranks_get_the_queues_that_megatron_wants_on_their_devices(
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in own, "the caller's stays"
 
 
-@pytest.mark.parametrize(
-    ("ranks_of_it", "module", "queues"),
-    [(["learner.parallel.tensor=2"], "learner.torchrun", "1"), (["learner.world_size=1"], "learner.main", None)],
-)
-def test_ranks_get_their_environment_from_torchrun_or_alone_at_once(
-    machine: Path, tmp_path: Path, monkeypatch, ranks_of_it: list[str], module: str, queues: str | None
-) -> None:
-    started: list[tuple[list[str], dict[str, str]]] = []
-    monkeypatch.setattr(ranks.os, "execvpe", lambda program, command, env: started.append((command, env)))
-    monkeypatch.setenv("WORLD_SIZE", "8")  # another job has set it
-    config = job(tmp_path, *ranks_of_it, "learner.threads=3")
-    ranks.become_learner(config, prepared(config), "tcp://there:1")
-    ((command, environment),) = started
-    assert command[1:3] == ["-m", module] and command[-2:] == ["--broker", "tcp://there:1"]
-    given = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "OMP_NUM_THREADS": "3"}
-    assert given.items() <= environment.items() and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
-    assert module == "learner.torchrun" or "WORLD_SIZE" not in environment
+def test_torchrun_gets_the_environment_of_the_ranks(machine: Path, tmp_path: Path, monkeypatch) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(ranks.os, "execvpe", lambda program, command, env: started.append(env))
+    config = job(tmp_path, "learner.parallel.tensor=2", "learner.threads=3")
+    ranks.become_torchrun(config, prepared(config))
+    given = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "OMP_NUM_THREADS": "3"}
+    assert given.items() <= started[0].items()
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

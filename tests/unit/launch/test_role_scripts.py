@@ -75,6 +75,25 @@ def test_the_browser_of_the_tests_is_installed_where_none_is_found(tmp_path: Pat
     assert [line.split()[-1] for line in done.stdout.splitlines()[-2:]] == ["update", "chromium"], done
 
 
+def test_uv_gets_the_indexes_that_pip_would_ask() -> None:
+    script = (ROOT / "launch" / "setup.sh").read_text()
+    found = re.search(r"^set_in_pip\(\) .*?^case [^\n]*", script, re.MULTILINE | re.DOTALL)
+    assert found, "launch/setup.sh has no function that reads pip's configuration"
+    levels = {":env:.index-url": "http://env", "global.index-url": "http://file", "global.timeout": "3"}
+    lists = {"global.extra-index-url": "http://a http://b", "install.find-links": r"/c\n/d", "global.find-links": ""}
+    configured = "".join(f"{name}='{value}'\n" for name, value in {**levels, **lists}.items())
+    command = [BASH, "-euc", f'{found[0]}\necho "$indexes"']
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "configured": configured}, check=True
+    )
+    words = (
+        "--index-url http://env --extra-index-url http://a --extra-index-url http://b --find-links /c --find-links /d"
+    )
+    assert done.stdout.strip() == f"{words} --index-strategy unsafe-first-match"
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "configured": ""}, check=True)
+    assert done.stdout == "\n"
+
+
 def test_learner_and_fleet_are_pinned_to_one_torch_nccl_and_transformers_and_the_extras_to_the_same_nccl() -> None:
     pins = [packages.pins_of(role) for role in ("learner", "rollout")]
     for name in ("torch", "nvidia-nccl-cu13", "transformers", "tokenizers", "msgspec", "pyzmq"):
