@@ -205,9 +205,8 @@ def _config(config: Config, file: str, folder: Path, last: int, overrides: Seque
         weights=replace(config.weights, address="127.0.0.1", canary_every=0),
         watch=[],  # the steps that made a rule act are to be trained
     )
-    return checked(build_config(msgspec.to_builtins(own), file, overrides), file, environment=False, reader="learner")[
-        0
-    ]
+    built = build_config(msgspec.to_builtins(own), file, overrides)
+    return checked(built, file, environment=False, reader="learner")[0]
 
 
 def _with_schedules(learner: LearnerConfig, steps: int) -> LearnerConfig:
