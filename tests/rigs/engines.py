@@ -185,7 +185,11 @@ class RigEngine(Engine):
                 end(timeout=timeout)
 
             llm.shutdown = watched
-        await super().shutdown()
+        try:
+            await super().shutdown()
+        finally:
+            if llm is not None:
+                del llm.shutdown  # vLLM's own `__del__` calls it once more, without a timeout
         assert llm is None or llm.engine_core.resources.ctx.closed, "vLLM would leave it to the garbage collector"
 
 
