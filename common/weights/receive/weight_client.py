@@ -157,7 +157,6 @@ class WeightClient:
                 versions=shared_versions(),
                 machine=this_machine(),
                 pool=self._pool,
-                opened=True,
                 frozen=self._frozen,
             )
             await self._send(join)

@@ -168,7 +168,6 @@ class PublishControl:
             version=message.version if message.incarnation == self._incarnation else -1,
             machine=message.machine,
             pool=message.pool,
-            opened=message.opened,
             kept=message.frozen if "relay" in message.transports else None,
         )
         self._fleet.add(joined)
@@ -339,8 +338,6 @@ class PublishControl:
         for payload in payloads.values():
             if not payload.parts:
                 piece = piece_bytes(payload.size, len(self._fleet.nodes), self._chains.rate)
-                if not payload.sealing:
-                    payload.opened = all(node.opened for node in self._fleet.nodes.values())
                 self.sources.seal(snapshot.version, payload, piece)
                 payload.seal_own_part(piece, origin=self._chains.origin(), secured=bool(self.password), post=self.post)
         return [node for node in listening if payloads[node.start].parts]

@@ -95,7 +95,6 @@ class NodeView(msgspec.Struct, frozen=True):  # no dataclass: each message makes
     attempt: Attempt | None = None  # under way to it
     excluded: Failure | None = None  # why it gets nothing more
     pool: str = ""  # eval: it gets evaluated versions only, and by relay
-    opened: bool = True  # it knows digests of opened pieces
     kept: str | None = None  # checksum of the frozen weights that it had when it joined; None: it merges no adapters
     frozen: int = -1  # FROZEN, BOTH or WHOLE where versions may come to it as adapters
 

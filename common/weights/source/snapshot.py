@@ -39,7 +39,6 @@ class Payload:
     base_version: int = -1
     elsewhere: dict[int, int] = field(default_factory=lambda: dict[int, int]())  # bytes
     sealing: bool = False
-    opened: bool = True  # digests are of opened pieces: every node knows them
     sealed: dict[int, Sequence[Part]] = field(default_factory=lambda: dict[int, Sequence[Part]]())  # by source
     parts: list[Part] = field(default_factory=lambda: list[Part]())  # in order; [] before all sources sealed theirs
     before: torch.Tensor | None = None  # [m] uint8 that goes before `flat`, over the relay only, in a part of its own
@@ -68,8 +67,7 @@ class Payload:
             pool = ThreadPoolExecutor(1, "seal-weights")
             work = pool.submit(
                 lambda: [
-                    new_part(own, 0, own.numel(), piece=piece, origin=origin, secured=secured, opened=self.opened)
-                    for own in self.in_host
+                    new_part(own, 0, own.numel(), piece=piece, origin=origin, secured=secured) for own in self.in_host
                 ]
             )
             work.add_done_callback(lambda done: post(lambda: self.add_parts(0, done.result())))

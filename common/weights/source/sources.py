@@ -113,9 +113,7 @@ class OtherSources:
         for number in payload.elsewhere.keys() - payload.sealed.keys():
             if not payload.sealing or now - self._asked.get(number, 0.0) > SEAL_S:
                 self._asked[number] = now
-                self._send(
-                    self._connections[number], SealPart(version, payload.base_version, piece_bytes, payload.opened)
-                )
+                self._send(self._connections[number], SealPart(version, payload.base_version, piece_bytes))
 
     def keep(self, versions: set[int]) -> None:
         """These versions are needed; older ones are forgotten."""
@@ -245,7 +243,6 @@ class RemoteSource:
             piece=asked.piece_bytes,
             origin=self._server.address,
             secured=self._secured,
-            opened=asked.opened,
         )
         buffer = PartBuffer(part, payload.flat)
         self._server.offer(buffer)

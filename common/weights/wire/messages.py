@@ -70,9 +70,8 @@ class Part(msgspec.Struct, frozen=True):
     start: int  # in the payload
     size: int
     piece_bytes: int
-    digests: bytes  # BLAKE3 of each piece (32 bytes each); without a key xxh3 (16)
+    digests: bytes  # BLAKE3 of each opened piece (32 bytes each); without a key xxh3 (16)
     key: bytes = b""  # for AES-256-GCM; b'': the pieces travel as they are
-    opened: bool = False  # the digests are of opened pieces; False from older learners: of sealed ones
 
 
 # node -> learner
@@ -82,10 +81,9 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     incarnation: int = -1  # that of the learner whose weights the node has; -1: none
     version: Version = -1
     transports: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ("gloo",)  # that the node can receive over
-    versions: Versions = {}  # common.weights.transports.nccl.shared_versions(); {} from older nodes
+    versions: Versions = {}  # common.weights.transports.nccl.shared_versions()
     machine: Text = ""  # from common.process.local_address.this_machine(); its nodes share a copy over the link
     pool: Text = ""  # eval: it gets evaluated versions only
-    opened: bool = False  # it knows digests of opened pieces; older nodes do not
     frozen: Text | None = None  # checksum of the frozen weights that it keeps, '' without; None: it merges no adapters
 
 
@@ -110,7 +108,7 @@ class Rejected(OfVersion, frozen=True, tag="rejected"):
     reason: Text
     fatal: bool = False  # the node excludes itself (proof failed); False: the transfer failed, retry
     epoch: int = -1  # as in Staged
-    kind: Text = ""  # a FailureKind; '' from older nodes
+    kind: Text = ""  # a FailureKind
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -233,7 +231,6 @@ class SealPart(msgspec.Struct, frozen=True, tag="seal"):
     version: int
     base: int
     piece_bytes: int
-    opened: bool = False  # with digests of opened pieces
 
 
 class Keep(msgspec.Struct, frozen=True, tag="keep"):
@@ -261,7 +258,7 @@ class Eject(msgspec.Struct, frozen=True, tag="eject"):
 
     reason: str
     final: bool = False
-    code: str = ""  # an EjectCode; '' from older learners
+    code: str = ""  # an EjectCode
 
 
 NodeMessage = Join | Staged | Active | Rejected | Leave | Pong | Listening | Stalled | StoreEntries

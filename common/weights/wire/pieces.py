@@ -99,7 +99,7 @@ class PartBuffer:
             np.copyto(room, np.frombuffer(sealed, np.uint8))
         at = number * self._digest_bytes
         expected = self.part.digests[at : at + self._digest_bytes]
-        if digest(opened if self.part.opened else sealed, self._cipher is not None) != expected:
+        if digest(opened, self._cipher is not None) != expected:
             raise Damaged("checksum mismatch")
 
     def watch(self, progress: Callable[[], None]) -> None:
@@ -133,7 +133,7 @@ class PartBuffer:
 
     def digest_of(self, number: int) -> bytes:
         """The digest of piece `number`, from the memory."""
-        return digest(self._room(number) if self.part.opened else self.sealed(number), self._cipher is not None)
+        return digest(self._room(number), self._cipher is not None)
 
     def close(self) -> None:
         """The memory is about to be written: no piece comes from here any more."""
@@ -146,15 +146,10 @@ class PartBuffer:
         return self._memory[start : start + self.part.piece_bytes]
 
 
-def new_part(
-    payload: torch.Tensor, start: int, size: int, *, piece: int, origin: str, secured: bool, opened: bool = True
-) -> Part:
-    """The part of `payload` [n] uint8 from `start`, in pieces of `piece` bytes, with their digests.
-
-    `opened`: digests of opened pieces, which older nodes do not know.
-    """
+def new_part(payload: torch.Tensor, start: int, size: int, *, piece: int, origin: str, secured: bool) -> Part:
+    """The part of `payload` [n] uint8 from `start`, in pieces of `piece` bytes, with their digests."""
     key = secrets.token_bytes(32) if secured else b""
-    part = Part(secrets.token_hex(16), origin, start, size, piece, b"", key, opened)
+    part = Part(secrets.token_hex(16), origin, start, size, piece, b"", key)
     buffer = PartBuffer(part, payload)
     with ThreadPoolExecutor(THREADS, "seal-weights") as pool:
         digests = pool.map(buffer.digest_of, range(buffer.count))

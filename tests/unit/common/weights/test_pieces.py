@@ -109,19 +109,7 @@ def test_two_parts_have_names_and_keys_of_their_own_and_the_digests_of_what_they
     one, two = (new_part(PAYLOAD, 0, PIECE, piece=PIECE, origin=ORIGIN, secured=True) for _ in range(2))
     assert one.name != two.name and one.key != two.key and one.digests == two.digests
     assert PartBuffer(one, PAYLOAD).sealed(0) != PartBuffer(two, PAYLOAD).sealed(0)
-    assert one.digests == blake3(bytes(PAYLOAD[:PIECE].tolist())).digest() and one.opened
-
-
-def test_a_part_of_or_for_an_older_version_has_digests_of_the_sealed_pieces() -> None:
-    older = new_part(PAYLOAD, 0, len(PAYLOAD), piece=PIECE, origin=ORIGIN, secured=True, opened=False)
-    sealed = PartBuffer(older, PAYLOAD)
-    assert older.digests == b"".join(digest(sealed.piece(number), True) for number in range(sealed.count))
-    there = empty(older)
-    with pytest.raises(Damaged):
-        there.take_in(0, AESGCM(older.key).encrypt(nonce(0), bytes(PIECE), None))
-    for number in range(sealed.count):
-        there.take_in(number, sealed.piece(number))
-    assert torch.equal(torch.as_tensor(there._memory), PAYLOAD)
+    assert one.digests == blake3(bytes(PAYLOAD[:PIECE].tolist())).digest()
 
 
 def test_pieces_that_come_before_an_earlier_one_count_when_that_is_there_and_are_not_written_again(

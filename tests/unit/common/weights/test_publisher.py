@@ -339,13 +339,3 @@ def test_a_silent_or_excluded_node_of_the_pool_is_no_matter_of_the_fleets(
     pool.say(messages.Rejected("pool", 0, 2, "the proof failed", epoch=publish.epoch, fatal=True))
     until(lambda: not control.figures.now.undelivered)
     assert control.figures.now.fatal is None
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_while_an_older_node_is_there_digests_are_of_what_it_knows(
-    first: Node, join: Callable[..., Node], known: bool
-) -> None:
-    first.say(Join("first", 1, transports=("relay",), opened=known))
-    publish = first.stage()
-    assert [part.opened for part in publish.parts] == [known]
-    first.flip(publish)
