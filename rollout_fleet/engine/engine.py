@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+import psutil
 
 from common.config.observing import TelemetryConfig
 from common.config.passthrough import passthrough_warnings
@@ -155,7 +156,13 @@ class Engine:
                 llm.output_handler.cancel()
                 await asyncio.wait([llm.output_handler])
             llm.output_processor.propagate_error(EngineDeadError())  # for those who wait for an answer
-            await loop.run_in_executor(creator, lambda: llm.shutdown(timeout=SHUTDOWN_S))
+            try:
+                await loop.run_in_executor(creator, lambda: llm.shutdown(timeout=SHUTDOWN_S))
+            except (
+                psutil.NoSuchProcess
+            ):  # vLLM kills a late engine's children first, and fails where one has just ended
+                for process in llm.engine_core.resources.engine_manager.processes:
+                    process.kill()
             llm.shutdown = lambda timeout=None: None  # AsyncLLM.__del__ calls it again, when its imports may be gone
             # vLLM leaves its ZeroMQ context, with two threads, to the garbage collector. Its sockets, made by the
             # asynchronous view of the context, are closed on this loop by now; any left would make this wait forever.

@@ -6,13 +6,16 @@ One engine per architecture; tests run in order, and the last one of an engine b
 import asyncio
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 import transformers
 
 from common.config.schema import MoeConfig
 from common.errors import SlipstreamError
+from rollout_fleet.engine import engine
 from rollout_fleet.episode.sampler_protocol import Generation
 from tests.rigs.engines import SHAPE, EngineRig, logprobs, prompt, worst
 
@@ -141,8 +144,14 @@ def test_other_mixtures_are_published_proven_and_sampled_from_too(other: EngineR
     assert agrees(other, other.samples_with(1), prompt(0), 1)
 
 
-def test_a_shutdown_ends_requests_with_its_reason(other: EngineRig) -> None:
-    """Also of any other engine; the rig checks that it is not read as the death of the engine."""
+def test_a_shutdown_ends_requests_with_its_reason(other: EngineRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of any other engine; the rig checks that it is not read as the death of the engine.
+
+    vLLM kills an engine that needs too long with its children, and fails at one that ends by itself just then.
+    """
+    if other.make is mixtral:
+        monkeypatch.setattr(engine, "SHUTDOWN_S", 0.0)
+        monkeypatch.setattr("vllm.v1.utils.kill_process_tree", Mock(side_effect=psutil.NoSuchProcess(1)))
     if other.engine.weights.version < 0:
         other.put(1)
 

@@ -179,17 +179,13 @@ class RigEngine(Engine):
         if llm is not None:
             end = llm.shutdown
 
-            def watched(timeout: float) -> None:
+            def watched(timeout: float | None = None) -> None:  # `__del__` calls it without, if an end has failed
                 listens = llm.output_handler is not None and not llm.output_handler.done()
                 assert not listens, "it would hear of the end of the process and log that the engine died"
                 end(timeout=timeout)
 
             llm.shutdown = watched
-        try:
-            await super().shutdown()
-        finally:
-            if llm is not None:
-                del llm.shutdown  # vLLM's own `__del__` calls it once more, without a timeout
+        await super().shutdown()
         assert llm is None or llm.engine_core.resources.ctx.closed, "vLLM would leave it to the garbage collector"
 
 
