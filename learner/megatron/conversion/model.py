@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 from megatron.bridge import AutoBridge
+from megatron.bridge.models.deepseek import deepseek_v3_bridge  # noqa: F401  # it and the others register themselves
+from megatron.bridge.models.glm import glm45_bridge  # noqa: F401
 from megatron.bridge.models.hf_pretrained.state import StateDict, StateSource
+from megatron.bridge.models.llama import llama_bridge  # noqa: F401
+from megatron.bridge.models.mistral import mistral_bridge  # noqa: F401
+from megatron.bridge.models.qwen import qwen2_bridge, qwen3_bridge, qwen3_moe_bridge  # noqa: F401
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor

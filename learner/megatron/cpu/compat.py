@@ -1,9 +1,9 @@
 """Patches that let Megatron-Core and Megatron-Bridge run without Transformer Engine, and without CUDA (gloo).
 
-`enable()` comes before the first import of megatron and does nothing where both are present. Without Transformer Engine
-the layers of layers.py and attention.py take its place, on any device. transformers shares torch, so torch itself is
-left alone. Without CUDA one import hook gives modules under `megatron.` a view of torch in which the CPU stands for the
-missing device.
+`enable()` comes before the first import of megatron. Where both are present it only leaves out imports that are not
+needed. Without Transformer Engine the layers of layers.py and attention.py take its place, on any device. transformers
+shares torch, so torch itself is left alone. Without CUDA one import hook gives modules under `megatron.` a view of
+torch in which the CPU stands for the missing device.
 """
 
 import builtins
@@ -38,6 +38,9 @@ _UNUSED = {
         "tensor_merge",
     ),
 }
+# These packages import every model of Megatron-Bridge, a fifth of a learner's start. Here they import nothing;
+# conversion/model.py imports the bridges that are used.
+_FAMILIES = tuple(f"megatron.bridge.models{name}" for name in ("", ".deepseek", ".glm", ".llama", ".mistral", ".qwen"))
 # These import Transformer Engine unconditionally, for kinds of layers that no model has without it. They alone see
 # classes in its place.
 _LORA = ("megatron.bridge.peft.lora", "megatron.bridge.peft.lora_layers")
@@ -62,6 +65,8 @@ def enable() -> None:
     """
     if not fused() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         prepare(torch.cuda.is_available())
+    if _Families not in sys.meta_path:
+        sys.meta_path.insert(0, _Families)
 
 
 def prepare(cuda: bool) -> None:
@@ -212,6 +217,16 @@ def _import_for_lora(name: str, *args: Any, **kwargs: Any) -> Any:
     if name == "transformer_engine.pytorch":
         return types.SimpleNamespace(pytorch=_NO_LAYERS)
     return builtins.__import__(name, *args, **kwargs)
+
+
+class _Families:
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name not in _FAMILIES:
+            return None
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)  # without a loader nothing is run
+        spec.submodule_search_locations = [os.path.join(folder, name.rpartition(".")[2]) for folder in path]
+        return spec
 
 
 class _Finder:
