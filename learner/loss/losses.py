@@ -88,7 +88,7 @@ def loglinear(begin: Tensor, behavior: Tensor, staleness: Tensor | None) -> Tens
     """AReaL's interpolation: log p_prox = log p_behavior + a (log p_s - log p_behavior).
 
     With k updates per version, version s - 1 is k (d - 1) of the k d updates after the sampler's version. For any k
-    a = (d - 1) / d, and 0 for tokens of this very version. docs/algorithms.md derives it. It also says why `begin` is
+    a = (d - 1) / d, and 0 for tokens of this very version. docs/corrections.md derives it. It also says why `begin` is
     the other end, and not the policy in training. (AReaL, docs/algorithms/prox_approx.md, areal/trainer/ppo/actor.py.)
     It assumes that every version moved log p equally far.
     """
