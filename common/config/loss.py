@@ -13,8 +13,6 @@ from common.errors import Problem, meant
 
 UNCORRECTED = "every weight is 1 then; clip_low and clip_high bound the whole way from the sampler's policy"
 UNMOVED = "under proximal: recompute no token has moved when the batch begins"
-NO_BOUND = (1.0, 1e3)  # no ratio is below 1 - 1, and one above 1,001 is no longer a matter of clipping
-NEVER_STOPS = {"kl_cov", "m2po"}  # objectives under which a token that has moved far keeps its gradient r A
 
 Bounds = tuple[float, float]
 
@@ -30,6 +28,17 @@ CLIP_BOUNDS: dict[str, Bounds] = {
 }
 PLUGIN_BOUNDS = CLIP_BOUNDS["ppo_clip"]  # clip_low and clip_high of 'module:function', where they are unset
 WITHOUT_BOUNDS = ("sapo", "kl_cov", "m2po")
+
+# objective -> clip_high from which a token of positive advantage keeps its gradient although it is about 10 times as
+# likely, or almost certain. Tokens of negative advantage need no bound: their gradient r A fades.
+UNBOUNDED: dict[str, float] = {
+    **dict.fromkeys(("ppo_clip", "cispo", "gspo", "clip_cov"), 10.0),  # ratios above 1
+    "sapo": 10.0,  # 1 / tau_high
+    "dppo_tv": 0.9,  # probability differences
+    "dppo_kl": 2.0,  # nats
+    "gmpo": 2.4,  # logarithms of ratios
+    **dict.fromkeys(("kl_cov", "m2po"), 0.0),  # they have no bound
+}
 
 # (correction, correction_level) -> (correction_low, correction_cap)
 CORRECTION_BOUNDS: dict[tuple[str, str], Bounds] = {
@@ -209,12 +218,15 @@ def update_problems(config: Config) -> Iterator[Problem]:
         hint = f"{UNMOVED}, and {loss.objective} would change nothing"
         expected = f"behavior or loglinear with objective: {loss.objective}"
         yield Problem("learner.loss.proximal", expected, hint=hint)
-    low, high = clip_bounds(loss)
-    free = loss.objective in NEVER_STOPS or (low >= NO_BOUND[0] and high >= NO_BOUND[1])
-    free = free or (loss.objective == "cispo" and loss.proximal == "behavior")  # else its capped ratio begins at 1
+    _, high = clip_bounds(loss)
+    if loss.objective == "sapo":
+        high = 1 / max(loss.objective_options.get("tau_high", 1.0), OPTIONS["sapo"]["tau_high"][0])
+    free = high >= UNBOUNDED.get(loss.objective, UNBOUNDED["ppo_clip"])
+    # cispo caps a ratio, which begins at 1 elsewhere; a part of anybody's may have no bound
+    free = free or (loss.proximal == "behavior" and (loss.objective == "cispo" or is_plugin(loss.objective)))
     if learner.epochs > 1 and free and loss.kl_stop is None:
         expected = f"1 with objective: {loss.objective}, these bounds, and no learner.loss.kl_stop"
-        hint = "no token loses its gradient, so each epoch would push the same ones further; minibatches do not"
+        hint = "a likely token may keep its gradient, so each epoch would push it further; minibatches do not"
         yield Problem("learner.epochs", expected, hint=hint)
     if loss.kl_stop is not None and learner.updates == 1:
         hint = "learner.epochs and learner.minibatches are 1, so no update is left to leave out"

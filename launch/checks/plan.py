@@ -274,7 +274,8 @@ def _step(config: BaseConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     each = f"{size:,.1f} GiB" if size >= 0.05 else f"{plan.checkpoint.bytes / MIB:,.1f} MiB"
     yield "checkpoints", f"{each} each, every {_steps(learner.checkpoint.every)}; {disk}"
     times = f"{plan.start.safetensors_s:,.0f} s from safetensors, {plan.start.converted_s:,.0f} s converted"
-    yield "start", f"ranks read their weights in about {times} (`slipstream convert`), if the files are in memory"
+    pays = " does not pay" if plan.start.converted_s > plan.start.safetensors_s else ""
+    yield "start", f"ranks read their weights in about {times} (`slipstream convert`{pays}), if the files are in memory"
 
 
 def _rollouts(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:

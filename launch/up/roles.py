@@ -28,6 +28,7 @@ from launch.resolve_target import check_same_job, checked, config_file, job_of, 
 from launch.up.devices import check_devices, rounding_problems
 from launch.up.learner_machine import run_machine
 from launch.up.ranks import become_torchrun, slurm_machines, thread_environment
+from learner.loss import plugins
 
 
 def broker(args: argparse.Namespace) -> int:
@@ -35,6 +36,9 @@ def broker(args: argparse.Namespace) -> int:
     config, run = checked(found, args.config, environment=False, reader="broker")
     served = config.served
     need_broker_library(served)
+    if config.rl is not None and not run.broker_json.exists() and plugins.has_parts(config.rl):  # not at a restart
+        for problem in plugins.ask(config.rl):
+            raise ConfigError.of(args.config, problem)
     run.prepare(config)
     setup_logging("broker", "0", run.logs, config.telemetry.log_level)
     from broker.main import run_broker

@@ -6,7 +6,7 @@ a small batch of six documents with prompts, expired tokens and advantages of bo
 - it can be imported, and takes its arguments and options;
 - its numbers are finite, also in float32 at log-ratios of +-50;
 - its gradient agrees with finite differences, and is not zero everywhere;
-- documents in one microbatch, each in its own, and in two halves of two ranks give the same loss;
+- documents in one microbatch, each in its own, and in two halves give the same loss;
 - tokens outside the loss change nothing.
 
 Results without gradient (`detach`, `no_grad`, `item`) are constants when differences are taken.
@@ -180,7 +180,7 @@ def check_loss(kind: str, config: LossConfig) -> None:
         expected = _mean([loss(whole)])
         ways = {
             "each document in a microbatch of its own": [whole.documents([n]) for n in range(len(LENGTHS))],
-            "two halves on two data-parallel ranks": [whole.documents(numbers) for numbers in HALVES],
+            "two halves in microbatches of their own": [whole.documents(numbers) for numbers in HALVES],
             "other numbers outside the loss": [spoiled(compares)],
         }
         if not _close(found := _mean([loss(whole)]), expected):

@@ -5,10 +5,12 @@ plugin_check.py says what is checked. The learner's ranks do the same check them
 """
 
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from functools import partial
+from importlib.machinery import PathFinder
 from typing import Any
 
 import msgspec
@@ -55,6 +57,12 @@ def part(
 def can_check() -> bool:
     """Whether this Python has what the checks of parts need."""
     return importlib.util.find_spec("torch") is not None
+
+
+def has_parts(config: Config) -> bool:
+    """Whether the modules that the config names are on this machine too; only the learner needs them."""
+    roots = {name.partition(":")[0].partition(".")[0] for name in plugins(config).values()}
+    return all(PathFinder.find_spec(root, [*sys.path, os.getcwd()]) for root in roots)
 
 
 def ask(config: Config) -> list[Problem]:

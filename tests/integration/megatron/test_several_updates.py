@@ -47,7 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 PAIRS = {
     "clipped": ("one", "tp2", "dp2-offload"),  # log-probabilities that are frozen on cut and on moved weights
     "bounded": ("one", "cp2", "dp2"),  # means over samples that ranks share; ranks whose part of an update is empty
-    "stopped": ("one", "pp2"),  # the last stage has the divergence, and the first one decides
+    "stopped": ("one", "pp2", "dp2"),  # stages without the divergence, replicas with a part of it
 }
 SPECS = [
     {"name": f"{loss}-{name}", "loss": loss, "optimizer": {"lr": LR}, **LAYOUTS[name]}

@@ -96,6 +96,17 @@ learner: {minibatches: 17} | learner.minibatches | at most learner.groups_per_st
 {learner: {epochs: 4, loss: {proximal: loglinear, objective: m2po}}} | learner.epochs | objective: m2po
 {learner: {epochs: 4, loss: {objective: kl_cov}}} | learner.epochs | kl_stop
 {learner: {epochs: 4, loss: {proximal: loglinear, clip_low: 1, clip_high: 1000}}} | learner.epochs | expected 1 with
+{learner: {epochs: 2, loss: {clip_low: 1, clip_high: 999}}} | learner.epochs | objective: ppo_clip
+{learner: {epochs: 2, loss: {clip_high: 10}}} | learner.epochs | may keep its gradient
+{learner: {epochs: 2, loss: {proximal: behavior, objective: 'm:f'}}} | learner.epochs | objective: m:f
+{learner: {epochs: 2, loss: {objective: 'm:f', clip_high: 10}}} | learner.epochs | kl_stop
+{learner: {epochs: 2, loss: {objective: cispo, clip_high: 10}}} | learner.epochs | objective: cispo
+{learner: {epochs: 2, loss: {objective: gspo, clip_high: 10}}} | learner.epochs | objective: gspo
+{learner: {epochs: 2, loss: {objective: clip_cov, clip_high: 10}}} | learner.epochs | objective: clip_cov
+{learner: {epochs: 2, loss: {objective: dppo_kl, clip_low: 50, clip_high: 50}}} | learner.epochs | objective: dppo_kl
+{learner: {epochs: 2, loss: {objective: dppo_tv, clip_high: 0.9}}} | learner.epochs | objective: dppo_tv
+{learner: {epochs: 2, loss: {objective: gmpo, clip_low: 20, clip_high: 20}}} | learner.epochs | objective: gmpo
+{learner: {epochs: 2, loss: {objective: sapo, objective_options: {tau_high: 0.1}}}} | learner.epochs | objective: sapo
 {learner: {loss: {kl_stop: 0.1}}} | learner.loss.kl_stop | unset with one update per batch
 {learner: {epochs: 2, minibatches: 2}, staleness: {max_updates: 2}} | staleness.max_updates | at least 3
 {weights: {publish_every: 4}, staleness: {max: 2}} | weights.publish_every | staleness.max + 1 = 3
@@ -139,6 +150,14 @@ learner: {loss: {correction: mis, correction_level: geometric, correction_low: 0
 {learner: {minibatches: 2, loss: {proximal: behavior, objective: cispo}}}
 {learner: {epochs: 2, loss: {objective: cispo}}}
 {learner: {epochs: 2, loss: {objective: kl_cov, kl_stop: 0.02}}}
+{learner: {epochs: 2, loss: {objective: cispo, clip_high: 8}}}
+{learner: {epochs: 2, loss: {proximal: behavior, objective: 'm:f', kl_stop: 1}}}
+{learner: {epochs: 2, loss: {objective: 'm:f'}}}
+{learner: {epochs: 2, loss: {proximal: behavior, objective: dppo_kl, clip_high: 0.2}}}
+{learner: {epochs: 2, loss: {proximal: behavior, objective: dppo_tv, clip_high: 0.5}}}
+{learner: {epochs: 2, loss: {proximal: behavior, objective: gmpo}}}
+{learner: {epochs: 2, loss: {proximal: behavior, objective: gspo}}}
+{learner: {epochs: 2, loss: {proximal: behavior, objective: sapo, objective_options: {tau_high: 0.5}}}}
 {learner: {minibatches: 4, loss: {clip_low: 1, clip_high: 1000000}}}
 weights: {buffers: device, transport: nccl}
 broker: {address: 'tcp://127.0.0.1:0'}

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.errors import EXIT_DONE, ConfigError
 from launch.checks import job
 from launch.checks.review import make_review, review
+from launch.cli import main
 from launch.resolve_target import load_job
 from learner.loss import plugins
 from tests.rigs.configs import HEAVY, imported_by, job_of, refusal, write_job
@@ -45,6 +46,32 @@ def test_a_launch_refuses_a_wrong_normaliser_before_anything_starts(
     with pytest.raises(ConfigError) as caught:
         load_job(str(folder / "job.yaml"), ["learner.loss.advantage=parts_here:absent"])
     assert caught.value.key == "learner.loss.advantage"
+
+
+@pytest.fixture
+def no_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`slipstream broker` ends where it would begin to serve."""
+    monkeypatch.setattr("broker.main.run_broker", lambda *_: EXIT_DONE)
+    monkeypatch.setattr("launch.up.roles.setup_logging", lambda *_: None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_broker")
+def test_a_broker_refuses_a_wrong_part_before_nodes_can_join(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = str(write_job(folder))
+    said = refusal(capsys, "broker", job, f"{KEY}=parts_here:mean")
+    assert KEY in said and "one microbatch has the loss" in said
+    assert not (folder / "run").exists()
+    assert main(["broker", job, f"{KEY}=parts_here:fine"]) == EXIT_DONE
+
+
+@pytest.mark.usefixtures("no_broker")
+def test_a_broker_leaves_a_part_to_the_learner_if_it_lacks_the_module_or_restarts(folder: Path) -> None:
+    job = str(write_job(folder))
+    assert main(["broker", job, f"{KEY}=parts_elsewhere:fine", f"run.dir={folder / 'other'}"]) == EXIT_DONE
+    (folder / "run").mkdir()
+    (folder / "run" / "broker.json").write_text("{}")
+    assert main(["broker", job, f"{KEY}=parts_here:absent"]) == EXIT_DONE
 
 
 @pytest.mark.slow

@@ -420,6 +420,13 @@ def test_the_page_is_within_its_width_says_everything_that_json_says_and_is_docu
     assert example.partition("\n```\n")[0].split("\n") == lines  # else paste the command's output there
 
 
+@pytest.mark.parametrize(("tensor", "pays"), [(1, False), (2, True)])
+def test_the_page_says_where_converting_does_not_pay(here: Path, tensor: int, pays: bool) -> None:
+    words = ["learner.world_size=2", f"learner.parallel.tensor={tensor}"]
+    text = text_of(page(make_review("configs/qwen3-0.6b-gsm8k.yaml", words)), 1_000)
+    assert ("(`slipstream convert`)" in text, "(`slipstream convert` does not pay)" in text) == (pays, not pays)
+
+
 @pytest.mark.parametrize("at", ["tasks", "tasks.sources.math"])
 @pytest.mark.parametrize("key", ["environment", "reward[1].function", "options", "limits.python"])
 def test_what_is_wrong_with_an_environment_is_said_of_it_whatever_source_has_it(at: str, key: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config.loss import CLIP_BOUNDS, CORRECTION_BOUNDS, MARK_OPTIONS, MARKING, OPTIONS, WITHOUT_BOUNDS
+from common.config.loss import CLIP_BOUNDS, CORRECTION_BOUNDS, MARK_OPTIONS, MARKING, OPTIONS, UNBOUNDED, WITHOUT_BOUNDS
 from common.config.loss_keys import LossConfig
 from common.config.types import names_in
 from learner.loss.advantages import ADVANTAGES
@@ -138,7 +138,7 @@ def names(key: str) -> set[str]:
 def test_every_part_is_in_the_config_and_has_bounds() -> None:
     hints = get_type_hints(LossConfig)
     assert names("advantage") == set(ADVANTAGES)
-    assert names("objective") == set(OBJECTIVES) == {*CLIP_BOUNDS, *WITHOUT_BOUNDS}
+    assert names("objective") == set(OBJECTIVES) == {*CLIP_BOUNDS, *WITHOUT_BOUNDS} == set(UNBOUNDED)
     assert names("correction") == set(CORRECTIONS)
     assert set(get_args(hints["proximal"])) == set(PROXIMALS)
     assert names("kl_estimator") == set(KL_ESTIMATORS)
@@ -229,6 +229,23 @@ def test_values_marks_and_gradients_are_those_of_the_objective(row: tuple[Any, .
     if gradient is not None:
         found.values.sum().backward()
         torch.testing.assert_close(inputs[0].grad, torch.tensor(gradient, dtype=torch.float64))
+
+
+def gradient_of_a_likely_token(name: str, options: dict[str, float], **bounds: float) -> float:
+    """Its advantage is 1, and its probability has gone from 0.09 to 0.85."""
+    logprobs = tensor(0.85).log().requires_grad_()
+    tokens = PolicyTokens(logprobs, tensor(0.09).log(), tensor(1.0), Documents((1,), torch.ones(1, dtype=torch.bool)))
+    found = OBJECTIVES[name](tokens, LossConfig(objective=name, **bounds), **options)
+    return torch.autograd.grad(found.values.sum(), logprobs)[0].item()
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_from_its_value_on_a_bound_lets_a_likely_token_keep_its_gradient(name: str) -> None:
+    loose = UNBOUNDED[name]
+    options = {"tau_high": 1 / loose} if name == "sapo" else {}
+    assert gradient_of_a_likely_token(name, options, **({"clip_high": loose} if name in CLIP_BOUNDS else {})) > 1
+    if name not in ("cispo", "kl_cov", "m2po"):  # their tokens keep it
+        assert abs(gradient_of_a_likely_token(name, {})) < 0.05
 
 
 # marked tokens: objective, options; values and gradients of ratio 2 with the advantages 1, 1, -1, the first marked
