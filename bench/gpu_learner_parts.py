@@ -414,15 +414,15 @@ def recompute(
 
 
 def checkpoint(model: Model, document: int) -> harness.Figures:
-    """Two saves of weights and states; the second one's folder takes the place of the first one's."""
+    """Two saves of weights and states, each into a new folder; the former one is deleted between them."""
     backend = backend_of(model)
     learner_step(backend, batches_of(model, document, document))()
     size = 7 * resident_of(backend)["weights"]  # 14 bytes for each parameter
     place = next(p for p in ("/dev/shm", tempfile.gettempdir()) if shutil.disk_usage(p).free > 1.5 * size)
     saves: list[harness.Figures] = []
     with tempfile.TemporaryDirectory(dir=place) as folder:
-        path = Path(folder) / "checkpoint"
-        for _ in range(2):
+        for number in range(2):
+            path = Path(folder) / f"checkpoint-{number}"
             settle()
             began = time.perf_counter()
             backend.start_checkpoint(path)
@@ -431,6 +431,7 @@ def checkpoint(model: Model, document: int) -> harness.Figures:
             took = time.perf_counter() - began
             written = sum(file.stat().st_size for file in path.iterdir())
             saves.append({"stall_s": stall, "done_s": took, "gb": written / 1e9, "stall_gb_s": written / stall / 1e9})
+            shutil.rmtree(path)
     return {"place": place, "saves": saves, **copies()}
 
 

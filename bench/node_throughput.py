@@ -31,7 +31,8 @@ SHAPES = {  # turns: long answers at once, some turns, and many turns whose cont
     "four": Shape(turns=4, answer=32, prompt=16, observation=8, requests=256),
     "sixteen": Shape(turns=16, answer=32, prompt=64, observation=64, requests=64),
 }
-LEAST_SHARE = 0.01  # vLLM starts only where this share of a GPU is free, although its cache's size is given
+# As the node: vLLM starts only where this share of a GPU is free, although its cache's size is given.
+ON_CUDA: dict[str, Any] = {"gpu_memory_utilization": 0.01, "kernel_config": {"enable_jit_warmup": False}}
 ON_CPU = Serving()
 QUIET = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 PLAIN = {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -63,8 +64,8 @@ def bare(folder: str, shape: Shape, counter: Any, serving: Serving = ON_CPU) -> 
     llm = LLM(
         folder, dtype=dtype, enforce_eager=serving.eager, max_model_len=shape.longest,
         max_num_seqs=shape.requests, enable_prefix_caching=True, kv_cache_memory_bytes=serving.kv_cache_mib << 20,
-        logprobs_mode="processed_logprobs", skip_tokenizer_init=True,
-        **({"gpu_memory_utilization": LEAST_SHARE} if cuda else {}), **serving.extra,
+        max_num_batched_tokens=serving.max_batched_tokens, logprobs_mode="processed_logprobs", skip_tokenizer_init=True,
+        **(ON_CUDA if cuda else {}), **serving.extra,
     )  # fmt: skip
     engine, (prompts, said), numbers = llm.llm_engine, encoded(folder, shape), itertools.count()
     contexts: dict[str, tuple[list[int], int]] = {}
@@ -95,8 +96,9 @@ def engine(folder: str, shape: Shape, counter: Any) -> None:
     from rollout_fleet.engine.engine import Engine
 
     settings = EngineConfig(
-        max_model_len=shape.longest, max_num_seqs=shape.requests, kv_cache_mib=ON_CPU.kv_cache_mib, eager=True
-    )
+        max_model_len=shape.longest, max_num_seqs=shape.requests, kv_cache_mib=ON_CPU.kv_cache_mib,
+        max_batched_tokens=ON_CPU.max_batched_tokens, eager=True,
+    )  # fmt: skip
     config = Config(
         run=RunConfig(name="bench", dir="unused", steps=1),
         model=ModelConfig(path=folder, dtype="float32"),

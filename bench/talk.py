@@ -63,6 +63,7 @@ class Serving:
 
     dtype: str = "float32"
     kv_cache_mib: int = 512
+    max_batched_tokens: int = 2048
     eager: bool = True
     quantization: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)  # keyword arguments of vLLM's EngineArgs
@@ -232,7 +233,7 @@ class NodeJob:
         until("the broker", address.exists, self._broker, self._node)
         self._client = BrokerClient(json.loads(address.read_text())["address"], deadline_s=START_S)
         self._stack.callback(self._client.close)
-        self._publisher = WeightPublisher(0, serving.dtype, WeightsConfig(timeout_s=60.0))
+        self._publisher = WeightPublisher(0, serving.dtype, WeightsConfig(**{"timeout_s": 60.0, **(weights or {})}))
         self._stack.callback(self._publisher.close)
         report = LearnerReport(os.getpid(), 0, "training", 0, weights_address=self._publisher.start())
         self._client.attach(report)

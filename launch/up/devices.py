@@ -1,7 +1,7 @@
 """Which GPUs, CPU cores and Python environment each role of a job on this machine gets; torch is never imported.
 
 Without a GPU, or where a role's environment has torch for the CPU, a role gets no devices, and nothing changes.
-On a small machine roles get cores of their own, so that generating and training do not push each other around.
+On a small machine roles without GPUs get cores of their own, so that they do not push each other around.
 """
 
 import os

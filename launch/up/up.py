@@ -32,7 +32,7 @@ from launch.observe.job_view import Display, open_display
 from launch.observe.observation import observe, outcome_of
 from launch.resolve_target import Target, checked, need_broker_library
 from launch.sinks.process import TOLD_S, check_packages
-from launch.up.devices import Place, assign, available_cores, plan_cores, rounding_problems, table
+from launch.up.devices import VISIBLE, Place, assign, available_cores, plan_cores, rounding_problems, table
 from launch.up.ranks import thread_environment
 from launch.up.roles import role_command
 from launch.up.supervisor import DRAIN_S, Role, RoleSpec, Supervisor, describe_exit, end_error
@@ -108,7 +108,9 @@ def role_specs(config: Config, run: RunDir, places: Mapping[str, Place], web: bo
     threads = config.rollout.threads
     restarts = config.run.max_restarts
     learner_threads = config.learner.world_size * config.learner.threads
-    learner_cores, *node_cores = plan_cores(available_cores(), learner_threads, [threads] * len(nodes))
+    on_gpus = any(VISIBLE in place.env for place in places.values())
+    cores = [] if on_gpus else available_cores()  # CUDA, NCCL and vLLM's processes have threads of their own
+    learner_cores, *node_cores = plan_cores(cores, learner_threads, [threads] * len(nodes))
 
     def spec(name: str, words: list[str], log_id: str = "0", **options: Any) -> RoleSpec:
         place = places.get(name, Place())
@@ -120,8 +122,8 @@ def role_specs(config: Config, run: RunDir, places: Mapping[str, Place], web: bo
     env = thread_environment(threads)
     specs = [spec("broker", ["broker"], max_restarts=restarts if keeps else 0)]
     specs.append(spec("learner", ["learner"], cores=learner_cores))
-    for name, cores in zip(nodes, node_cores, strict=True):
-        specs.append(spec(name, ["rollout", "--node-id", name], name, child_cores=cores, env=env))
+    for name, own in zip(nodes, node_cores, strict=True):
+        specs.append(spec(name, ["rollout", "--node-id", name], name, child_cores=own, env=env))
     beside = [["sinks", str(run.path)]] if config.telemetry.sinks else []
     if web:
         with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -212,11 +212,15 @@ class Engine:
         for warning in passthrough_warnings(self._config):
             logger.warning("%s", warning)
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         watched = self._config.rollout.concurrency == "auto"  # costs some time at every engine step
         loggers = [scheduler_stats.stat_logger(self.counters, lambda: self.weights.half_flips)] if watched else None
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments(on_cpu)), stat_loggers=loggers)
+        arguments = AsyncEngineArgs(**self._arguments(on_cpu))
+        # It selects vLLM's default of max_num_batched_tokens: without, it is 2,048 on every device.
+        context = UsageContext.OPENAI_API_SERVER
+        return AsyncLLM.from_engine_args(arguments, usage_context=context, stat_loggers=loggers)
 
     def _arguments(self, on_cpu: bool) -> dict[str, Any]:
         from vllm.config.weight_transfer import WeightTransferConfig

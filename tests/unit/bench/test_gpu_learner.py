@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_learner
+import gpu_learner_parts
 import pytest
 from gpu_learner import SCALES, jobs_of, largest, recomputes, with_mfu
 from random_qwen3 import Model, write_header
@@ -66,6 +68,25 @@ def test_the_name_and_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_learner.gpu() == ("NVIDIA H100 80GB HBM3", H100)
     monkeypatch.setattr("harness.accelerator", lambda: "none")
     assert gpu_learner.gpu() == ("", 0.0)
+
+
+def test_a_save_that_is_timed_deletes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[str]] = []
+
+    def start(path: Path) -> None:
+        found.append([each.name for each in path.parent.iterdir()])
+        path.mkdir()
+        (path / "weights").write_bytes(bytes(1000))
+
+    backend = SimpleNamespace(start_checkpoint=start, checkpoint_done=lambda wait: True)
+    monkeypatch.setattr(gpu_learner_parts, "backend_of", lambda model: backend)
+    monkeypatch.setattr(gpu_learner_parts, "learner_step", lambda backend, batches: lambda: None)
+    monkeypatch.setattr(gpu_learner_parts, "batches_of", lambda *_: [])
+    monkeypatch.setattr(gpu_learner_parts, "resident_of", lambda backend: {"weights": 0})
+    monkeypatch.setattr(gpu_learner_parts, "copies", dict)
+    saves = gpu_learner_parts.checkpoint(Model("4B", 4, 151936), 2048)["saves"]
+    assert [save["gb"] for save in saves] == [1e-6, 1e-6]
+    assert found == [[], []]
 
 
 RESULT = json.loads((RESULTS / "gpu_learner.json").read_text())

@@ -117,6 +117,21 @@ def test_nothing_changes_without_a_gpu(machine: Path, tmp_path: Path, monkeypatc
     assert all(spec.argv[0] == sys.executable and devices.VISIBLE not in spec.env for spec in specs)
 
 
+def test_roles_with_gpus_keep_all_cores_of_a_small_machine(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.up.up.available_cores", lambda: [*range(16)])
+    config = job(tmp_path, "learner.world_size=1", "rollout.nodes=1", *GLOO)
+
+    def cores(visible: str) -> list[devices.Cores]:
+        places = assign(config, {"CUDA_VISIBLE_DEVICES": visible}, machine, share=True)
+        _, learner, node = role_specs(config, prepared(config), places)
+        return [learner.cores, node.child_cores]
+
+    assert cores("") == [{0}, {1}]
+    assert cores("0") == [None, None]
+
+
 @pytest.mark.slow
 def test_a_restarted_role_keeps_its_devices(tmp_path: Path) -> None:
     told = tmp_path / "told"

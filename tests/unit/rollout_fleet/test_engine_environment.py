@@ -1,6 +1,7 @@
 """The engine on a GPU: it sets nothing that only a CPU needs, and a flip waits for the device."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,6 +96,33 @@ def test_an_engine_on_a_gpu_compiles_no_unused_features_at_its_start_unless_it_i
 
     assert not warm_up(False)
     assert warm_up(False, extra={"kernel_config": {}}) and warm_up(True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("gib", "devices", "expected"), [(80, 1, 8192), (24, 1, 2048), (0, 1, 2048), (0, 2, 4096)]
+)  # 0: a CPU
+def test_a_step_takes_as_many_tokens_as_in_the_server_of_vllm(
+    monkeypatch: pytest.MonkeyPatch, gib: int, devices: int, expected: int
+) -> None:
+    from vllm import plugins
+    from vllm.engine import arg_utils
+
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gib > 0)
+    monkeypatch.setattr(plugins, "load_general_plugins", lambda: None)  # they would change vLLM in this process
+    asked: list[tuple[Any, Any]] = []
+    create = lambda arguments, usage_context=None, **_: asked.append((arguments, usage_context))  # noqa: E731
+    llm = SimpleNamespace(AsyncLLM=SimpleNamespace(from_engine_args=create))
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.async_llm", llm)
+    Engine(job(tensor_parallel=devices), stop_token_ids=[])._create()
+    ((arguments, context),) = asked
+    device = dict(get_device_total_memory=lambda: gib << 30, get_device_name=lambda: "a GPU", is_tpu=lambda: False)
+    monkeypatch.setattr(arg_utils, "current_platform", SimpleNamespace(**device, is_cpu=lambda: gib == 0))
+    model, parallel = SimpleNamespace(max_model_len=64, is_multimodal_model=False), SimpleNamespace()
+    parallel.use_batched_dp_moe = False
+    arguments._set_default_max_num_seqs_and_batched_tokens_args(context, model, parallel)
+    assert (arguments.max_num_batched_tokens, arguments.max_num_seqs) == (expected, 256)
 
 
 @pytest.mark.slow
