@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from common.config.certificate import Certificate, covered
+from common.config.certificate import OF_CRITIC, Certificate, covered
 from common.config.checks import MODEL_HINT
 from common.config.schema import BaseConfig
 from common.errors import ConfigError, UsageError
@@ -64,8 +64,7 @@ class Standing:
         if self.certificate is None or self.why:
             return f"uncertified: {self.why}"
         made = self.certificate
-        critic = "; its critic is not proven" if "critic" in made.covers else ""
-        return f"certified: {len(made.checks)} checks on {made.ranks} CPU ranks, {made.made} ({self.file}){critic}"
+        return f"certified: {len(made.checks)} checks on {made.ranks} CPU ranks, {made.made} ({self.file})"
 
     def keep(self, run: RunDir) -> None:
         """Put a certificate that stands into the run folder, in the place of another one. Raises as `unwritable`.
@@ -119,6 +118,8 @@ def lapse(found: Certificate, config: BaseConfig, document: dict[str, object]) -
         return f"the learner's code is not that of commit {(found.commit or 'unknown')[:10]} any more; {MAKE}"
     for key, then, now in differences(found.covers, covered(config, document)):
         return f"{key} was {_shown(then)} and now is {_shown(now)}; {MAKE}"
+    if "critic" in found.covers and not any(check.name.startswith(OF_CRITIC) for check in found.checks):
+        return f"it has no check of the critic; {MAKE}"
     return ""
 
 

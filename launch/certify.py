@@ -1,7 +1,7 @@
-"""slipstream certify CONFIG: prove a job's layout, adapters, loss and precision in miniature, on this machine's CPU.
+"""slipstream certify CONFIG: prove layout, adapters, critic, loss and precision of a job in miniature, on CPU ranks.
 
-Ranks are processes over gloo. This process runs transformers, compares, and writes the certificate when every check
-has passed; docs/certificates.md says what it proves and what not.
+Ranks are processes over gloo, on this machine. This process runs transformers, compares, and writes the certificate
+when every check has passed; docs/certificates.md says what it proves and what not.
 Exit codes: 0 proven, 1 a check failed or a rank did, 2 bad input.
 """
 
@@ -54,9 +54,9 @@ def command(args: argparse.Namespace) -> int:
     except OSError as error:
         raise unwritable("--out", target.parent, error) from error
     found = [*prove(config, source)]
-    took = f"{time.monotonic() - began:.0f} s"
+    took_s = time.monotonic() - began
     if failed := [one for one in found if not one.passed]:
-        tell(f"not proven: {len(failed)} of {len(found)} checks failed, {took}; no certificate was written")
+        tell(f"not proven: {len(failed)} of {len(found)} checks failed, {took_s:.0f} s; no certificate was written")
         return EXIT_FAILED
     commit, modified = source_revision()
     here = versions()
@@ -70,13 +70,14 @@ def command(args: argparse.Namespace) -> int:
         covers=covered(config, document),
         folded=folded.said,
         ranks=folded.ranks,
+        took_s=round(took_s, 1),
         checks=found,
     )
     try:
         write_json(target, certificate)
     except OSError as error:
         raise unwritable("--out", target.parent, error) from error
-    tell(f"proven: {len(found)} checks, {took}; {target}")
+    tell(f"proven: {len(found)} checks, {took_s:.0f} s; {target}")
     return EXIT_DONE
 
 

@@ -44,7 +44,7 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
     "doctor": ("checks.doctor:command", "[CONFIG|RUN] key=value --json",
         "what this machine can run, what is missing for a config, and why a job stands still"),
     "certify": ("certify:command", "CONFIG key=value",
-        "prove layout, adapters, loss and precision of a job in miniature, against Hugging Face and one rank"),
+        "prove layout, adapters, critic, loss and precision of a job in miniature, against Hugging Face and one rank"),
     "selftest": ("checks.selftest:command", "--json",
         "prove learner, weights and engine on this machine's devices, with the repository's tests"),
     "preflight": ("checks.preflight.preflight:command", "CONFIG key=value --json",

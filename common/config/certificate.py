@@ -11,6 +11,7 @@ import msgspec
 
 from common.config.schema import BaseConfig, ParallelConfig, RanksConfig
 
+OF_CRITIC = "critic: "  # begins the names of the checks of a critic
 MOST_RANKS = 4  # data parallelism is left out where it would take more
 # Names in config.json that say nothing of what the model computes.
 UNRELATED = {
@@ -49,6 +50,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     covers: dict[str, Any]  # `covered`
     folded: list[str]  # sizes of the layout that differ in miniature
     ranks: int
+    took_s: float
     checks: list[Check]
 
 
@@ -116,6 +118,7 @@ def covered(config: BaseConfig, document: Mapping[str, object]) -> dict[str, Any
         found |= {"temperature": job.rollout.temperature, "max_tokens": job.rollout.max_tokens}
         if job.tasks.sources:
             found["kl_coefficients"] = sorted({source.learner.loss.kl_coefficient for source in job.sources.values()})
-    if learner.value_model is not None:  # not proven; the first line of a job says so
-        found["critic"] = _given(learner.value_model)
+    if learner.value_model is not None:
+        given = _given(learner.value_model) or {}  # its loss has two of the keys
+        found["critic"] = {name: given[name] for name in ("value_clip", "level") if name in given}
     return msgspec.json.decode(msgspec.json.encode(found), type=dict[str, Any])

@@ -20,8 +20,8 @@ PACKAGES = {
 # Rooms and files that decide the numbers of a step, and how a certificate proves them.
 COMPUTING = (
     *("learner/megatron", "learner/loss", "learner/certificate", "learner/backend_protocol.py"),
-    *(f"common/config/{name}.py" for name in ("certificate", "loss", "loss_keys", "lora", "parallel_layout", "schema")),
-    "common/config/types.py",
+    *(f"common/config/{name}.py" for name in ("certificate", "critic", "critic_checks", "loss", "loss_keys", "lora")),
+    *(f"common/config/{name}.py" for name in ("parallel_layout", "schema", "types")),
     "common/weights/wire/adapters.py",
 )
 # No extra can name it: it declares transformers<5, and works with 5.19.

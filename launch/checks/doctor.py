@@ -129,7 +129,7 @@ def check_certificate(reviewed: Review) -> Iterator[Finding]:
     if not found.why:
         yield fine("certificate", found.sentence)
         return
-    why = "layout, adapters, loss and precision of this job were not compared with Hugging Face together"
+    why = "layout, adapters, critic, loss and precision of this job were not compared with Hugging Face together"
     why += "; model.uncertified: refuse ends such a job" * refuses
     code = "none" if found.certificate is None else "lapsed"
     level = problem if refuses else warning

@@ -10,10 +10,11 @@ from common.config.loss import MARKING
 from common.config.schema import BaseConfig
 from learner.backend_protocol import LossFunction, Microbatch
 from learner.loss.losses import cross_entropy, policy_loss
+from learner.loss.value_loss import value_loss
 
 LENGTHS = ((40, 3, 17), (1, 33, 16, 5), (29,), (8, 8, 31, 12, 2))  # places of the documents of each pack
 SEED = 100
-NOISE = 0.3  # nats between the policies that sampled, train and refer
+NOISE = 0.3  # nats between the policies that sampled, train and refer; between a critic's values, too
 TEMPERATURES = (0.0, 0.5, 1.3)  # 0: the job's
 MARKED = UNROUTED = 0.2  # shares of the tokens
 
@@ -57,12 +58,14 @@ def temperatures(config: BaseConfig) -> dict[str, Tensor]:
     return {"temperatures": torch.tensor(TEMPERATURES)[drawn]}
 
 
-def columns(config: BaseConfig, distributions: Tensor, routing: tuple[int, int, int] | None) -> dict[str, Tensor]:
-    """[T, ...] columns of all packs: log-probabilities of other policies, advantages, ages, experts.
+def columns(
+    config: BaseConfig, distributions: Tensor, routing: tuple[int, int, int] | None, values: Tensor | None = None
+) -> dict[str, Tensor]:
+    """[T, ...] columns of all packs: log-probabilities of other policies, advantages, ages, experts, other values.
 
     `distributions`: [T, vocabulary] log-probabilities of the policy, at each token's temperature. `routing`: (MoE
-    layers, experts, experts per token) of a model with experts. The same each time. Documents belong to the job's
-    sources in turn.
+    layers, experts, experts per token) of a model with experts. `values`: [T] by the job's critic. The same each time.
+    Documents belong to the job's sources in turn.
     """
     batches = packs(SEED, distributions.shape[1])
     random = torch.Generator().manual_seed(5)
@@ -100,6 +103,10 @@ def columns(config: BaseConfig, distributions: Tensor, routing: tuple[int, int, 
         drawn = torch.rand((count, layers, experts), generator=random).argsort(-1)[..., :chosen].to(torch.int16)
         unknown = torch.rand(count, generator=random) < UNROUTED
         found["routed_experts"] = drawn.masked_fill(unknown[:, None, None], -1)
+    if values is not None:
+        found["values"], found["returns"] = (
+            values + scale * torch.randn(count, generator=random) for scale in (NOISE, 1.0)
+        )
     return found
 
 
@@ -107,6 +114,13 @@ def loss_of(config: BaseConfig) -> LossFunction:
     """The loss of a job or of a warm start."""
     job = config.rl
     return cross_entropy if job is None else policy_loss(job.learner.loss, job.rollout.max_tokens)
+
+
+def value_loss_of(config: BaseConfig) -> LossFunction:
+    """The loss of the job's critic."""
+    critic = config.learner.value_model
+    assert critic is not None
+    return value_loss(critic.value_clip, critic.level)
 
 
 def temperature_of(config: BaseConfig) -> float:

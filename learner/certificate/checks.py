@@ -11,18 +11,19 @@ from typing import Any
 
 import torch
 import transformers
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.config.certificate import Check
+from common.config.certificate import OF_CRITIC, Check
 from common.config.schema import BaseConfig
 from learner.backend_protocol import Microbatch
 from learner.certificate import reference
-from learner.certificate.trial import ALONE, LAYOUT, ROUNDED, Trial, job, microbatches
+from learner.certificate.trial import ALONE, CRITIC, LAYOUT, ROUNDED, Trial, job, microbatches
 
 HUGGING_FACE, ONE_RANK = "Hugging Face", "one rank"
 OF_RANK = " of rank "
-LOGPROBS = 5e-5  # nats, of any token
+LOGPROBS = 5e-5  # nats, or a critic's unit, of any token
 GRADIENT = 2e-5  # of the norm of each tensor's gradient
 FIGURE = 1e-5  # relative: loss, norm of the gradients
 UPDATE = 1e-3  # of the norm of each tensor's update
@@ -37,19 +38,27 @@ Tensors = Mapping[str, Tensor]
 class Evidence:
     """A prepared folder, in which the ranks have been, and what transformers makes of the same documents."""
 
+    start, inside = "model", ""  # folders of the weights, and of the findings within a trial's
+    rows = "log-probabilities"
+    auto: Any = transformers.AutoModelForCausalLM  # typed without the loading info
+    run = staticmethod(reference.run)
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config: BaseConfig = job(folder, LAYOUT)
-        self.source: dict[str, Tensor] = load_file(folder / "model" / "model.safetensors")
+        self.source: dict[str, Tensor] = load_file(folder / self.start / "model.safetensors")
+
+    def place(self, trial: Trial) -> Path:
+        return self.folder / trial.name / self.inside
 
     def of(self, trial: Trial) -> "Found | None":
         """The findings of a trial's ranks; None: it was not needed."""
-        folder = self.folder / trial.name
+        folder = self.place(trial)
         return Found(folder) if folder.is_dir() else None
 
     @cached_property
     def layout(self) -> "Found":
-        return Found(self.folder / LAYOUT.name)
+        return Found(self.place(LAYOUT))
 
     @cached_property
     def packs(self) -> list[Microbatch]:
@@ -60,7 +69,7 @@ class Evidence:
         self, adapters: Tensors | None = None, dtype: torch.dtype = torch.float32
     ) -> tuple[Any, dict[str, torch.nn.Parameter]]:
         """A new model of transformers with what the job trains, and its adapters: by default those of the start."""
-        model = transformers.AutoModelForCausalLM.from_pretrained(self.folder / "model", dtype=dtype).eval()
+        model = self.auto.from_pretrained(self.folder / self.start, dtype=dtype).eval()
         lora = self.config.learner.lora
         if self.config.learner.moe.freeze_router:
             for gate in reference.gates(model).values():
@@ -72,7 +81,7 @@ class Evidence:
 
     def gradients(self, model: Any, adapters: Mapping[str, torch.nn.Parameter]) -> tuple[reference.Pass, Tensors]:
         """One pass, and the gradients of what trains by their names."""
-        made = reference.run(model, self.packs, self.config)
+        made = self.run(model, self.packs, self.config)
         made.loss.backward()
         if not adapters:
             return made, reference.gradients_in_files(model)
@@ -95,6 +104,20 @@ class Evidence:
             reference.move_biases(model, made.counts, moe.balance_rate)
         trained = {name: p.detach() for name, p in adapters.items()} if adapters else reference.in_files(model)
         return made, gradients, norm, trained
+
+
+class CriticEvidence(Evidence):
+    """The same of the job's critic, which trains wholly, and by its own optimizer."""
+
+    start = inside = CRITIC
+    rows = "values"
+    auto = transformers.AutoModelForSequenceClassification
+    run = staticmethod(reference.run_critic)
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        learner: Any = self.config.learner
+        self.config = replace(self.config, learner=replace(learner, lora=None, optimizer=learner.critic.optimizer))
 
 
 class Found:
@@ -187,7 +210,7 @@ def hugging_face(evidence: Evidence) -> Iterator[Check]:
     difference, where = worst(found.section("weight"), evidence.source, furthest)
     yield Check("loaded weights", HUGGING_FACE, difference, 0.0, where)
     difference, where = worst(found.section("logprobs"), numbered(made.logprobs), furthest)
-    yield Check("log-probabilities", HUGGING_FACE, difference, LOGPROBS, f"pack {where}")
+    yield Check(evidence.rows, HUGGING_FACE, difference, LOGPROBS, f"pack {where}")
     difference, where = worst(found.section("gradient"), gradients)
     yield Check("gradients", HUGGING_FACE, difference, GRADIENT, where)
     yield from _figures(HUGGING_FACE, found.figures, (made.policy, norm))
@@ -209,11 +232,10 @@ def adapters(evidence: Evidence) -> Iterator[Check]:
 @torch.no_grad()
 def export(evidence: Evidence) -> Iterator[Check]:
     """transformers loads the exported folder, and computes what the learner does after the step."""
-    saved = evidence.folder / LAYOUT.name / "saved"
-    auto: Any = transformers.AutoModelForCausalLM  # typed without the second result
-    model, told = auto.from_pretrained(saved, dtype=torch.float32, output_loading_info=True)
+    saved = evidence.place(LAYOUT) / "saved"
+    model, told = evidence.auto.from_pretrained(saved, dtype=torch.float32, output_loading_info=True)
     wrong = sorted(str(name) for names in told.values() for name in names)
-    made = reference.run(model.eval(), evidence.packs, evidence.config)
+    made = evidence.run(model.eval(), evidence.packs, evidence.config)
     difference, where = worst(evidence.layout.section("after"), numbered(made.logprobs), furthest)
     if wrong:
         difference, where = math.inf, wrong[0]
@@ -226,7 +248,7 @@ def one_rank(evidence: Evidence) -> Iterator[Check]:
     if alone is None:
         return
     difference, where = worst(found.section("logprobs"), alone.section("logprobs"), furthest)
-    yield Check("log-probabilities", ONE_RANK, difference, LOGPROBS, f"pack {where}")
+    yield Check(evidence.rows, ONE_RANK, difference, LOGPROBS, f"pack {where}")
     difference, where = worst(found.section("gradient"), alone.section("gradient"))
     yield Check("gradients", ONE_RANK, difference, GRADIENT, where)
     yield from _figures(ONE_RANK, found.figures, alone.figures)
@@ -252,9 +274,9 @@ def rounded(evidence: Evidence) -> Iterator[Check]:
     exact = torch.cat(made.logprobs)
     mine = torch.cat(furthest_rows(found.section("logprobs"), made.logprobs))
     difference, theirs = ((x - exact).abs().median().item() for x in (mine, torch.cat(rounding.logprobs)))
-    yield Check("median log-probability in bfloat16", HUGGING_FACE, difference, FLOOR + ROUNDING * theirs)
+    yield Check(f"median of {evidence.rows} in bfloat16", HUGGING_FACE, difference, FLOOR + ROUNDING * theirs)
     errors = [_median_error(x, gradients) for x in (found.section("gradient"), rounded_gradients)]
-    yield Check("median gradient in bfloat16", HUGGING_FACE, errors[0], FLOOR + ROUNDING * errors[1])
+    yield Check("median of gradients in bfloat16", HUGGING_FACE, errors[0], FLOOR + ROUNDING * errors[1])
 
 
 def _median_error(found: Tensors, expected: Tensors) -> float:
@@ -264,4 +286,14 @@ def _median_error(found: Tensors, expected: Tensors) -> float:
     return torch.tensor(errors).median().item()
 
 
-CHECKS: tuple[Callable[[Evidence], Iterator[Check]], ...] = (hugging_face, adapters, export, one_rank, rounded)
+def critic(evidence: Evidence) -> Iterator[Check]:
+    """The same of the critic, where the config has one: values are in the place of log-probabilities."""
+    if evidence.config.learner.value_model is None:
+        return
+    own = CriticEvidence(evidence.folder)
+    for part in (hugging_face, export, one_rank, rounded):
+        for one in part(own):
+            yield replace(one, name=OF_CRITIC + one.name)
+
+
+CHECKS: tuple[Callable[[Evidence], Iterator[Check]], ...] = (hugging_face, adapters, export, one_rank, rounded, critic)

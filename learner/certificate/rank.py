@@ -8,13 +8,15 @@ It writes FOLDER/NAME/RANK.safetensors, where NAME.TENSOR stands for
     again      gradients of the adapters after the step, when all of them matter (rank 0)
     logprobs   of the packs that this rank trains, all tokens; `after` the step
     figures    loss, and norm of the gradients
+
+and FOLDER/NAME/critic/RANK.safetensors with the same of a critic, whose values are in the place of log-probabilities.
 """
 
 import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,8 +31,8 @@ from torch._C._distributed_c10d import FileStore
 from common.process.lifecycle import die_with_parent, leave
 from common.process.logs import setup_logging
 from learner.backend_protocol import Microbatch, StepResult
-from learner.certificate.batch import loss_of, temperature_of
-from learner.certificate.trial import LAYOUT, Trial, job, microbatches, trial_of
+from learner.certificate.batch import loss_of, temperature_of, value_loss_of
+from learner.certificate.trial import CRITIC, Trial, job, microbatches, trial_of
 from learner.rank_process import guard, quiet_libraries
 
 
@@ -79,16 +81,36 @@ def numbered(backend: Any, rows: list[Tensor], prefix: str) -> dict[str, Tensor]
 
 
 def measure(folder: Path, trial: Trial) -> None:
-    """Load the miniature under the trial's layout, take one step, and write what this rank has. Collective."""
+    """Load the miniature under the trial's layout, take one step of each model, and write what this rank has.
+
+    Collective.
+    """
     from learner.megatron.backend import MegatronBackend  # takes seconds, and prepares for megatron
 
     config = job(folder, trial)
     backend = MegatronBackend.of(config)
-    adapted = config.learner.lora is not None
     packs = share(backend, microbatches(folder, backend.vocab_size))
     everywhere = [replace(pack, loss_mask=torch.ones_like(pack.loss_mask)) for pack in packs]
     temperature = temperature_of(config)
+    rows = partial(backend.logprobs, everywhere, temperature)
     step = partial(backend.train_step, packs, loss_of(config), temperature, config.rl is not None)
+    place = folder / trial.name
+    _measure(place, backend, backend, rows, step, adapted=config.learner.lora is not None)
+    if (critic := backend.critic) is not None:
+        rows, step = partial(critic.values, everywhere), partial(critic.train_step, packs, value_loss_of(config))
+        _measure(place / CRITIC, backend, critic, rows, step, adapted=False)
+
+
+def _measure(
+    place: Path,
+    backend: Any,
+    model: Any,
+    rows: Callable[[], list[Tensor]],
+    step: Callable[..., StepResult],
+    *,
+    adapted: bool,
+) -> None:
+    """Measure `model`, the backend or its critic, and write into the folder `place`. Collective."""
     lead: dict[str, Tensor] = {}
 
     def keep(prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -96,10 +118,10 @@ def measure(folder: Path, trial: Trial) -> None:
 
     def keep_gradients(prefix: str) -> None:
         if adapted:
-            with gradients_in_place(backend):
-                keep(prefix, backend.adapters.tensors())
+            with gradients_in_place(model):
+                keep(prefix, model.adapters.tensors())
         else:
-            keep(prefix, gradients(backend).items())
+            keep(prefix, gradients(model).items())
 
     def first(_: StepResult) -> bool:
         keep_gradients("gradient")
@@ -109,27 +131,21 @@ def measure(folder: Path, trial: Trial) -> None:
         keep_gradients("again")
         return False  # takes no step
 
-    keep("weight", backend.export())
+    keep("weight", model.export())
     if adapted:
-        keep("adapter", _adapters(backend))
-    mine = numbered(backend, backend.logprobs(everywhere, temperature), "logprobs")
-    result = step(first)
+        keep("adapter", model.export_adapters())
+    mine = numbered(backend, rows(), "logprobs")
+    result = step(accept=first)
     lead["figures"] = torch.tensor([result.loss, result.grad_norm], dtype=torch.float64)
-    keep("trained", _adapters(backend) if adapted else backend.export())
-    mine |= numbered(backend, backend.logprobs(everywhere, temperature), "after")
-    if trial == LAYOUT:
-        backend.save_hf(folder / trial.name / "saved")
+    keep("trained", model.export_adapters() if adapted else model.export())
+    mine |= numbered(backend, rows(), "after")
+    model.save_hf(place / "saved")
     if adapted:  # the other matrix of each adapter was zero in the first step
-        step(second)
+        step(accept=second)
     if backend.rank == 0:
         mine |= lead
-    (folder / trial.name).mkdir(exist_ok=True)
-    save_file({name: x.contiguous() for name, x in mine.items()}, folder / trial.name / f"{backend.rank}.safetensors")
-
-
-def _adapters(backend: Any) -> Iterator[tuple[str, Tensor]]:
-    with backend._whole():
-        yield from backend.adapters.tensors()
+    place.mkdir(parents=True, exist_ok=True)
+    save_file({name: x.contiguous() for name, x in mine.items()}, place / f"{backend.rank}.safetensors")
 
 
 def run(arguments: Sequence[str]) -> int:

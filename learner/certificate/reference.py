@@ -19,7 +19,7 @@ from torch import Tensor
 from common.config.lora import PROJECTIONS
 from common.config.schema import BaseConfig, OptimizerConfig
 from learner.backend_protocol import Microbatch
-from learner.certificate.batch import loss_of, temperature_of
+from learner.certificate.batch import loss_of, temperature_of, value_loss_of
 
 Calls = list[tuple[Tensor, Tensor]]  # (logits, chosen experts) of each call of one gate
 
@@ -55,6 +55,12 @@ def distributions(model: Any, batch: Microbatch, temperature: float) -> Tensor:
     logits = torch.cat([model(d[None]).logits[0].float() for d in documents])
     named = torch.zeros(len(logits)) if batch.temperatures is None else batch.temperatures  # 0: the step's
     return (logits / torch.where(named > 0, named, temperature)[:, None]).log_softmax(-1)
+
+
+def values(critic: Any, batch: Microbatch) -> Tensor:
+    """[T] values of the places by a model for sequence classification with one label, one document at a time."""
+    documents = batch.tokens.split(batch.document_lengths)
+    return torch.cat([critic.score(critic.model(d[None]).last_hidden_state[0]) for d in documents]).squeeze(1).float()
 
 
 def gates(model: Any) -> dict[str, Any]:
@@ -151,7 +157,7 @@ class Pass:
     """One forward pass over all packs."""
 
     loss: Tensor  # that a step minimises, differentiable
-    logprobs: list[Tensor]  # [T] of each pack's targets
+    logprobs: list[Tensor]  # [T] of each pack's targets; a critic's values
     counts: list[Tensor] = field(default_factory=list[Tensor])  # [experts] tokens, per layer with experts
     policy: float = 0.0  # the loss without balance, as the learner reports it
 
@@ -184,6 +190,14 @@ def run(model: Any, packs: Sequence[Microbatch], config: BaseConfig) -> Pass:
     if moe.balance == "aux_loss":  # its weight follows from a denominator that no correction has made smaller
         whole = policy + moe.balance_rate * balance * (blank_divisor / divisor).detach()
     return Pass(whole, rows, counts, policy.item())
+
+
+def run_critic(model: Any, packs: Sequence[Microbatch], config: BaseConfig) -> Pass:
+    """The loss of the job's critic."""
+    loss, rows = value_loss_of(config), [values(model, pack) for pack in packs]
+    total = torch.stack([loss(row, None, pack).loss_sum for row, pack in zip(rows, packs, strict=True)]).sum()
+    mean = total / torch.stack([pack.loss_mask.sum() for pack in packs]).sum()
+    return Pass(mean, [row.detach() for row in rows], policy=mean.item())
 
 
 def _blank_denominator(loss: Any, pack: Microbatch) -> Tensor:

@@ -1,19 +1,24 @@
 """The folder of a certificate's trial: a miniature of the job's model, its config, and the columns of its batch.
 
 - model: a Hugging Face folder with random weights;
+- critic: a value model of that shape with other weights, where the job has a critic;
 - job.yaml: the job's config for that model and the folded layout;
 - columns.safetensors: rows of the batch that depend on the job;
-- NAME: the findings of each rank in the trial of that name.
+- NAME: the findings of each rank in the trial of that name; NAME/critic has those of the critic.
 """
 
+import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from common.config.certificate import Folded, fold
+from common.config.critic import CriticOptimizerConfig
+from common.config.critic_checks import CRITIC_SUFFIX
 from common.config.loading import dump_yaml, load_either
 from common.config.schema import BaseConfig, LearnerConfig, OptimizerConfig, ParallelConfig
 from learner.backend_protocol import Microbatch
@@ -22,8 +27,10 @@ from learner.megatron.conversion import hf_folder, tiny_model
 
 # eps: with 1e-8 Adam makes whole steps of the rounding of gradients that are nearly zero
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-4, weight_decay=0.01, grad_clip=1.0)
+CRITIC_OPTIMIZER = CriticOptimizerConfig(lr=2e-3, eps=1e-4, weight_decay=0.02, grad_clip=0.5)
 ADAPTERS_LR = 3e-2  # their product starts at zero; a large step lets it matter
 COLUMNS = "columns.safetensors"
+CRITIC = "critic"
 SHORT = 32  # positions that the miniature's rotary embeddings were made for, so that scaling matters to short documents
 
 
@@ -65,8 +72,22 @@ def prepare(folder: Path, config: BaseConfig, source: Path) -> None:
     packs = batch.given(batch.packs(batch.SEED, model.config.vocab_size), own)
     with torch.no_grad():
         rows = [reference.distributions(model, pack, batch.temperature_of(config)) for pack in packs]
-    columns = own | batch.columns(config, torch.cat(rows), _routing(model))
+        values = _values(folder, model.config, packs) if config.learner.value_model is not None else None
+    columns = own | batch.columns(config, torch.cat(rows), _routing(model), values)
     save_file({name: column.contiguous() for name, column in columns.items()}, folder / COLUMNS)
+
+
+def _values(folder: Path, policy: Any, packs: list[Microbatch]) -> Tensor:
+    """[T] of all packs by a new critic, whose folder is written; `policy`: the miniature's configuration.
+
+    The head of a job's critic may start with zeros, and no other parameter would have a gradient then.
+    """
+    small = copy.deepcopy(policy)
+    small.num_labels = 1
+    small.architectures = [policy.architectures[0].removesuffix("ForCausalLM") + CRITIC_SUFFIX]
+    critic = tiny_model.new_model(small, seed=6)
+    critic.save_pretrained(folder / CRITIC)
+    return torch.cat([reference.values(critic, pack) for pack in packs])
 
 
 def _routing(model: Any) -> tuple[int, int, int] | None:
@@ -83,8 +104,10 @@ def _job(config: BaseConfig, folder: Path, folded: Folded) -> BaseConfig:
         learner = replace(learner, lora=replace(learner.lora, dropout=0.0))
     if isinstance(learner, LearnerConfig):  # the batch has the reference's log-probabilities
         learner = replace(learner, loss=replace(learner.loss, reference=None))
-    if learner.value_model is not None:  # no check is about it, and the batch has the policy's advantages
-        learner = replace(learner, critic=None, loss=replace(learner.loss, advantage="grpo"))
+    if learner.value_model is not None:
+        learner = replace(
+            learner, critic=replace(learner.value_model, path=str(folder / CRITIC), optimizer=CRITIC_OPTIMIZER)
+        )
     model = replace(config.model, path=str(folder / "model"), verify=False)
     return replace(config, model=model, learner=learner)
 

@@ -6,7 +6,7 @@ The head stands in the place of the output layer, whole on every rank of the las
 has all values and the whole loss, and no backward pass adds up its ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,11 +118,15 @@ class Critic:
         with self.offload.parameters():
             return self.schedule.logprobs(microbatches, 1.0)
 
-    def train_step(self, microbatches: list[Microbatch], loss: LossFunction) -> StepResult:
+    def train_step(
+        self, microbatches: list[Microbatch], loss: LossFunction, accept: Callable[[StepResult], bool] | None = None
+    ) -> StepResult:
         """Raises SlipstreamError when the gradient norm is not finite; the weights are unchanged."""
         with self.offload.parameters(), self.offload.gradients():
             self.optimizer.zero_grad()
             result = self.schedule.train(microbatches, loss, 1.0, entropy=False)
+            if accept is not None and not accept(result):
+                return result
             with self.offload.optimizer():
                 norm, rate = self.optimizer.step()
         return replace(result, grad_norm=norm, lr=rate)

@@ -35,10 +35,10 @@ def config_of(config: Any, parallel: ParallelConfig) -> Any:
     return type(config).from_dict(values)
 
 
-def new_model(config: Any) -> Any:
-    """A float32 transformers model of `config`, the same each time; no norm or bias of it is trivial."""
+def new_model(config: Any, seed: int = 5) -> Any:
+    """A float32 transformers model of `config`, the same for each seed; no norm or bias of it is trivial."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+        torch.manual_seed(seed)
         model = getattr(transformers, config.architectures[0])(config)
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -1,7 +1,12 @@
-"""Certificates of jobs with everything that they may ask for, and none without any correction of the bridge."""
+"""Certificates of jobs with everything that they may ask for.
+
+There is none without any correction of the bridge, and none with an error in the critic.
+"""
 
 import ast
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -9,7 +14,9 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
-from common.config.certificate import Check, fold
+from common.config.certificate import OF_CRITIC, Check, fold
+from common.config.critic_checks import SCORE
+from common.config.loading import load_either
 from common.config.lora import LoraConfig
 from common.config.loss_keys import DistillationConfig, LossConfig
 from common.config.schema import (
@@ -26,9 +33,9 @@ from common.config.schema import (
 )
 from common.config.scorers import ScorerConfig
 from common.config.tasks import SftTasksConfig, SourceConfig, TasksConfig
-from learner.certificate.checks import CHECKS, Evidence
+from learner.certificate.checks import CHECKS, Evidence, critic
 from learner.certificate.rank import measure
-from learner.certificate.trial import LAYOUT, Trial, prepare, trial_of, trials
+from learner.certificate.trial import LAYOUT, OPTIMIZER, Trial, prepare, trial_of, trials
 from tests.rigs import forked_ranks, tiny_models
 from tests.rigs.forked_ranks import group
 from tests.rigs.processes import ROOT
@@ -45,9 +52,13 @@ class Case:
     dtype: str = "float32"
     sft: bool = False
     kl: dict[str, float] = field(default_factory=dict)  # KL coefficients of tasks.sources
+    file: str = ""  # the config in configs/ that it is, with overrides
+    overrides: tuple[str, ...] = ()
 
     @property
     def config(self) -> BaseConfig:
+        if self.file:
+            return load_either(ROOT / "configs" / self.file, [f"learner.world_size={self.world}", *self.overrides])
         run = RunConfig(name="certified", dir="nowhere", steps=3)
         model = ModelConfig(path="nowhere", dtype=self.dtype)
         given = {"world_size": self.world, "parallel": ParallelConfig(**self.parallel), **self.learner}
@@ -67,6 +78,8 @@ UPDATES: dict[str, Any] = {"minibatches": 2, "loss": LossConfig(objective="clip_
 TEACHER = DistillationConfig(teacher="t", objective="forward_kl", top_k=5)
 STUDENT = LossConfig(correction="mis", reduction="sequence_mean", kl_coefficient=0.1, distillation=TEACHER)
 AGAIN = MemoryConfig(recompute="full", offload_gradients=True)
+PPO, TENSOR = "guessing-ppo.yaml", ("learner.parallel.tensor=2",)
+CLIPPED = ("learner.minibatches=2", "learner.critic.value_clip=0.2", "learner.lora={rank: 4}", "model.dtype=bfloat16")
 JOBS = {
     "adapters": Case("tied", {"tensor": 2, "pipeline": 2}, {"lora": LoraConfig(rank=4)}, 4, "bfloat16"),
     "several updates": Case("untied", {"context": 2}, UPDATES, 2, kl={"a": 0.05, "b": 0.2, "c": 0.0}),
@@ -74,14 +87,18 @@ JOBS = {
     "routed": Case("deepseek-v3", {"pipeline": 2, "expert": 2}, {"moe": BOTH}, 4),
     "balanced": Case("mixtral", {"expert": 2}, {"moe": MoeConfig(balance="aux_loss", balance_rate=0.3)}, 2, sft=True),
     "frozen": Case("moe", {}, {"moe": msgspec.structs.replace(REPLAY, freeze_router=True)}, 1, "bfloat16"),
+    "critic": Case("tied", world=2, file=PPO, overrides=TENSOR),
+    "critic beside adapters": Case("tied", dtype="bfloat16", file=PPO, overrides=CLIPPED),
 }
 KINDS = [case.kind for case in JOBS.values()]
-# Every correction of bridge_fixes.py, with a model that needs it.
+# Every correction of bridge_fixes.py, with a model that needs it. Bridges get the window wrong in two ways.
 CORRECTIONS = {
     "patch_bridge": Case("tied", {"pipeline": 2, "virtual_pipeline": 2}, world=2),
     "correct_window": Case("mistral"),
+    "correct_window forgotten": Case("qwen2-window"),
+    "give_rope_theta+check_rope": Case("tied"),  # the check alone would correct the base
     "correct_router": Case("moe"),
-    "correct_shared_experts": Case("glm"),
+    "correct_shared_experts": Case(FURTHER),
     "correct_further_tokens": Case(FURTHER),
     "correct_latent_attention": Case("deepseek-v3-rope"),
     "correct_latent_norms": Case("deepseek-v3"),
@@ -89,10 +106,47 @@ CORRECTIONS = {
     "MixtralBridge.provider_bridge": Case("mixtral"),
     "MixtralBridge.mapping_registry": Case("mixtral"),
 }
+# Corrections without which a rank ends with an error, and words of it.
+REFUSED = {
+    "patch_bridge": "AssertionError: Output layer not found",
+    "correct_shared_experts": "Shape mismatch for megatron param decoder.layers.1.mlp.shared_experts.linear_fc1.weight",
+    "correct_further_tokens": "has no weights for mtp.layers.0.",
+    "MixtralBridge.provider_bridge": "has no weights for decoder.layers.0.self_attention.q_layernorm.weight",
+    "MixtralBridge.mapping_registry": "Megatron has no place for model.layers.0.block_sparse_moe.experts.0.w1.weight",
+}
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+def summed(gather: Any, hidden: Any, **more: Any) -> Any:
+    return gather(hidden, **more | {"tensor_parallel_output_grad": True})
+
+
+def headless(write: Any, source: Path, path: Path, tensors: Any, changed: Any) -> None:
+    write(source, path, ((name, tensor) for name, tensor in tensors if name != SCORE), changed)
+
+
+def of_the_policy(optimizer: Any, chunks: Any, learner: Any, *more: Any) -> Any:
+    return optimizer(chunks, msgspec.structs.replace(learner, optimizer=OPTIMIZER), *more)
+
+
+# Names in critic.py with a wrong function in their place, and the first check that fails then.
+WRONG: dict[str, tuple[Any, str]] = {
+    "_load_head": (nothing, "loaded weights"),
+    "gather_from_sequence_parallel_region": (summed, "gradients"),
+    "Optimizer": (of_the_policy, "one step"),
+    "write_folder": (headless, "export"),
+}
+ERRORS = {f"critic.{name}": Case("tied", file=PPO) for name in WRONG}
+SUMMED = "critic.gather_from_sequence_parallel_region"  # nothing to sum on one rank
+ERRORS[SUMMED] = Case("tied", world=2, file=PPO, overrides=TENSOR)
 # With the correction in place each of these is certified; the other kinds are among the jobs.
-PLAIN = {f"{name} in place": case for name, case in CORRECTIONS.items() if case.kind not in KINDS or case.parallel}
+NEEDING = {str(case): name for name, case in CORRECTIONS.items() if case.kind not in KINDS or case.parallel}
+PLAIN = {f"{name} in place": CORRECTIONS[name] for name in NEEDING.values()}
 WHOLE = JOBS | PLAIN
-ALL = WHOLE | CORRECTIONS
+ALL = WHOLE | CORRECTIONS | ERRORS
 
 
 def job_prepare(folder: Path, spec: dict[str, Any]) -> None:
@@ -110,26 +164,40 @@ def job_measure(folder: Path, spec: dict[str, Any]) -> None:
 
 
 def job_without(folder: Path, spec: dict[str, Any]) -> None:
-    """The layout without one correction."""
-    from learner.megatron.conversion import bridge_fixes
+    """The layout without one correction, or with one error in the critic."""
+    from learner.megatron import critic
+    from learner.megatron.conversion import bridge_fixes, hf_folder
 
-    *owner, name = spec["case"].split(".")
-    place: Any = getattr(bridge_fixes, owner[0]) if owner else bridge_fixes
-    other = getattr(place.__mro__[1], name) if owner else lambda *arguments: None
-    with patch.object(place, name, other):
-        measure(folder / spec["case"], LAYOUT)
+    with ExitStack() as changed:
+        for one in spec["case"].split()[0].split("+"):
+            *owner, name = one.split(".")
+            place: Any = hf_folder if name == "give_rope_theta" else bridge_fixes
+            other: Any = nothing
+            if spec["case"] in ERRORS:
+                place, other = critic, partial(WRONG[name][0], getattr(critic, name))
+            elif owner:
+                place = getattr(bridge_fixes, owner[0])
+                other = getattr(place.__mro__[1], name)
+            changed.enter_context(patch.object(place, name, other))
+        try:
+            measure(folder / spec["case"], LAYOUT)
+        except Exception as error:
+            with (folder / f"{spec['case']}.error").open("a") as file:
+                file.write(f"{type(error).__name__}: {error}\n")
+            raise
 
 
 def job_check(folder: Path, spec: dict[str, Any]) -> None:
-    """Every check of a folder in which the ranks have been; without a correction, up to the first that fails."""
+    """Every check of a folder in which the ranks have been; with something wrong, up to the first that fails."""
     checks: list[Check] = []
     if any((folder / spec["case"] / LAYOUT.name).glob("*.safetensors")):
         evidence = Evidence(folder / spec["case"])
-        for one in (one for part in CHECKS for one in part(evidence)):
+        parts = [critic] if spec["case"] in ERRORS else CHECKS
+        for one in (one for part in parts for one in part(evidence)):
             checks.append(one)
-            if spec["case"] in CORRECTIONS and not one.passed:
+            if spec["case"] not in WHOLE and not one.passed:
                 break
-    (folder / f"{spec['case']}.json").write_bytes(msgspec.json.encode(checks))
+    (folder / f"{spec['case']}.checks").write_bytes(msgspec.msgpack.encode(checks))  # JSON has no inf
 
 
 def ranks(case: str, trial: Trial) -> int:
@@ -144,19 +212,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, trial in tried
         if name in JOBS or not trial.alone
     ]
-    without = [{"name": f"{name}-without", "case": name, "ranks": case.world} for name, case in CORRECTIONS.items()]
+    cases = (CORRECTIONS | ERRORS).items()
+    without = [{"name": f"{name}-without", "case": name, "ranks": case.world} for name, case in cases]
     return forked_ranks.run(
         tmp_path_factory,
         group(job_prepare, [{"case": name} for name in ALL], shared=True),
         group(job_measure, measured, shared=True),
-        # patch_bridge, which changes a class for good, has a world of its own: no other spec needs two ranks
+        # patch_bridge changes a class for good, so its spec is the first of a world: that of those with two ranks
         group(job_without, without, shared=True),
         group(job_check, [{"case": name} for name in ALL], shared=True),
     )
 
 
 def checks_of(folder: Path, case: str) -> list[Check]:
-    return msgspec.json.decode((folder / f"{case}.json").read_bytes(), type=list[Check])
+    return msgspec.msgpack.decode((folder / f"{case}.checks").read_bytes(), type=list[Check])
+
+
+def wrong(folder: Path, case: str) -> list[Check]:
+    """The checks up to the first that failed; a rank that ended with an error fails the test."""
+    ended = folder / f"{case}-without.failed"
+    assert not ended.exists(), ended.read_text()
+    return checks_of(folder, case)
 
 
 @pytest.mark.parametrize("case", WHOLE)
@@ -169,13 +245,22 @@ def test_every_check_passes(folder: Path, case: str) -> None:
     several = fold(ALL[case].config.learner).ranks > 1 and case in JOBS
     assert ("one rank" in {one.against for one in found}) == several
     assert any("bfloat16" in one.name for one in found) == (ALL[case].dtype == "bfloat16")
-    assert ("gradients after a step" in {one.name for one in found}) == (case == "adapters")
+    assert ("gradients after a step" in {one.name for one in found}) == ("adapters" in case)
+    assert ("critic: export" in {one.name for one in found}) == ("critic" in case)
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_without_a_correction_there_is_no_certificate(folder: Path, correction: str) -> None:
-    failed = (folder / f"{correction}-without.failed").exists()  # a rank ended with an error
-    assert failed or [one for one in checks_of(folder, correction) if not one.passed]
+    if correction in REFUSED:
+        assert REFUSED[correction] in (folder / f"{correction}.error").read_text()
+    else:
+        assert [one for one in wrong(folder, correction) if not one.passed]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_with_an_error_in_the_critic_there_is_no_certificate(folder: Path, error: str) -> None:
+    expected = OF_CRITIC + WRONG[error.removeprefix("critic.")][1]
+    assert [one.name for one in wrong(folder, error) if not one.passed] == [expected]
 
 
 def test_every_correction_of_the_bridge_is_tried() -> None:
@@ -184,4 +269,5 @@ def test_every_correction_of_the_bridge_is_tried() -> None:
     classes = [each for each in tree if isinstance(each, ast.ClassDef)]
     methods = {f"{c.name}.{f.name}" for c in classes for f in c.body if isinstance(f, ast.FunctionDef)}
     others = {"correct_provider", "within_the_part"}  # the list of corrections, and what is none
-    assert {name for name in functions if name[0] != "_"} - others | methods == set(CORRECTIONS)
+    listed = {name for name in functions if name[0] != "_"} - others | methods | {"give_rope_theta"}
+    assert listed == {one for name in CORRECTIONS for one in name.split()[0].split("+")}

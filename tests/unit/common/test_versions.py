@@ -12,8 +12,6 @@ from tests.rigs.processes import ROOT
 # Modules of common.config that the rooms which compute import, and why no certificate is about them.
 NOT_PROVEN = {
     "converted": "the manifest of a converted folder; certify reads no such folder",
-    "critic": "the critic is not proven",
-    "critic_checks": "the critic is not proven",
     "loading": "reads and writes YAML",
     "passthrough": "warns of keys; learner.megatron.extra is in the certificate",
 }

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from common.config.certificate import Certificate, Check, covered, fold
+from common.config.certificate import OF_CRITIC, Certificate, Check, covered, fold
 from common.config.checks import resolve_paths
 from common.config.loading import load_either
 from common.config.parallel_layout import world_problems
@@ -25,6 +25,7 @@ from launch.cli import main
 from tests.rigs.configs import refusal, text_of, write_job
 from tests.rigs.processes import ROOT
 
+MOST_S = 300.0  # the longest that a certificate may take on two cores
 SHIPPED = sorted((ROOT / "configs" / FOLDER).glob("*.json"))
 PASSED = Check("gradients", "Hugging Face", 1e-6, 1e-5, "lm_head.weight")
 FAILED = Check("one step", "one rank", float("nan"), 1e-2, "model.norm.weight")
@@ -87,6 +88,7 @@ def certified(file: Path, **changes: Any) -> Certificate:
         covers=covered(config, read_model(Path(config.model.path))),
         folded=[],
         ranks=2,
+        took_s=66.0,
         checks=[PASSED],
     )
     made = replace(made, **changes)
@@ -247,15 +249,19 @@ def test_bad_input_ends_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureF
     assert said in refusal(capsys, "certify", str(file), word)
 
 
-def test_a_critic_is_covered_and_said_not_to_be_proven(tmp_path: Path) -> None:
+def test_a_certificate_counts_for_a_critic_only_with_checks_of_it(tmp_path: Path) -> None:
     file = write_job(tmp_path)
     words = ["learner.critic={}", "learner.loss.advantage=gae"]
     certified(file)
     assert "uncertified: loss.advantage was" in sentence(file, *words)
     config = resolve_paths(load_either(file, words))
-    certified(file, covers=covered(config, read_model(Path(config.model.path))))
-    assert sentence(file, *words).endswith("its critic is not proven")
-    assert "critic.gamma was" in sentence(file, *words, "learner.critic.gamma=0.9")
+    covers = covered(config, read_model(Path(config.model.path)))
+    certified(file, covers=covers)
+    assert "uncertified: it has no check of the critic; " in sentence(file, *words)
+    certified(file, covers=covers, checks=[PASSED, replace(PASSED, name=OF_CRITIC + PASSED.name)])
+    assert sentence(file, *words).startswith("certified: 2 checks")
+    assert "critic.value_clip was" in sentence(file, *words, "learner.critic.value_clip=0.2")
+    assert "certified" in sentence(file, *words, "learner.critic.gamma=0.9"), "advantages are not proven"
 
 
 def test_a_failed_check_ends_with_exit_code_1_and_takes_the_old_certificate_away(
@@ -266,7 +272,7 @@ def test_a_failed_check_ends_with_exit_code_1_and_takes_the_old_certificate_away
     monkeypatch.setattr(certify, "prove", lambda *_: iter([PASSED]))
     assert main(["certify", str(file)]) == 0
     found = msgspec.json.decode(place(file).read_bytes(), type=Certificate)
-    assert found.checks == [PASSED] and sentence(file).startswith("certified")
+    assert found.checks == [PASSED] and 0 <= found.took_s < MOST_S and sentence(file).startswith("certified")
     assert found.versions.keys() == {"slipstream", "torch", "megatron-core", "megatron-bridge", "transformers"}
     monkeypatch.setattr(certify, "prove", lambda *_: iter([PASSED, FAILED]))
     assert main(["certify", str(file)]) == 1
@@ -285,6 +291,7 @@ def test_a_certificate_of_the_repository_covers_its_config_as_it_is(file: Path) 
     config = load_either(ROOT / "configs" / f"{file.stem}.yaml")
     found = msgspec.json.decode(file.read_bytes(), type=Certificate)
     assert found.config == file.stem and found.checks and all(one.passed for one in found.checks)
+    assert found.took_s <= MOST_S
     now = covered(config, found.covers["model"])
     assert now == found.covers
     shape = ROOT / "configs" / "models" / config.model.path.rpartition("/")[2] / "config.json"

@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace as changed
 
+from common.config.critic import CriticConfig
 from common.config.loss_keys import DistillationConfig
 from common.config.schema import Config
 from common.config.tasks import SourceConfig, TasksConfig
-from learner.certificate.batch import SEED, TEMPERATURES, columns, given, loss_of, packs, temperatures
+from learner.certificate.batch import SEED, TEMPERATURES, columns, given, loss_of, packs, temperatures, value_loss_of
 from learner.loss.losses import policy_loss
 from tests.rigs.configs import config_of
 
@@ -48,6 +49,16 @@ def test_the_kl_term_of_a_source_enters_the_loss_at_its_documents_alone(tmp_path
 def test_a_job_without_a_kl_term_or_sources_has_no_columns_for_them(tmp_path: Path) -> None:
     assert not {"reference_logprobs", "kl_coefficients"} & columns(config_of(tmp_path), distributions(), None).keys()
     assert "reference_logprobs" not in columns(job(tmp_path, a=0.0), distributions(), None)
+
+
+def test_the_bound_of_a_critic_acts_on_some_of_its_values(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    config = changed(config, learner=changed(config.learner, critic=CriticConfig(value_clip=0.2)))
+    values = torch.randn(len(distributions()))
+    found = columns(config, distributions(), None, values)
+    pack, *_ = given(packs(SEED, VOCABULARY), found)
+    clipped = value_loss_of(config)(values[:60], None, pack).sums["value_clipped"]
+    assert 0 < clipped < pack.loss_mask.sum()
 
 
 def test_some_tokens_have_a_temperature_of_their_own_except_beside_a_teacher(tmp_path: Path) -> None:
