@@ -158,9 +158,8 @@ class Engine:
             llm.output_processor.propagate_error(EngineDeadError())  # for those who wait for an answer
             try:
                 await loop.run_in_executor(creator, lambda: llm.shutdown(timeout=SHUTDOWN_S))
-            except (
-                psutil.NoSuchProcess
-            ):  # vLLM kills a late engine's children first, and fails where one has just ended
+            except psutil.NoSuchProcess:
+                # vLLM kills a late engine's children first, and fails at one that has just ended.
                 for process in llm.engine_core.resources.engine_manager.processes:
                     process.kill()
             llm.shutdown = lambda timeout=None: None  # AsyncLLM.__del__ calls it again, when its imports may be gone
