@@ -99,7 +99,7 @@ def standing(config: BaseConfig, file: str | Path, model: Path | None = None) ->
     except FileNotFoundError:
         return Standing(path, why=f"{path} does not exist; {MAKE}")
     except (OSError, ValueError) as error:
-        return Standing(path, why=f"{path} cannot be read: {error}")
+        return Standing(path, why=f"{path} cannot be read: {error}; {MAKE}")
     try:
         folder = shape_folder(config, str(file))[0] if model is None else model
         return Standing(path, found, lapse(found, config, read_model(folder)))

@@ -29,10 +29,12 @@ CLIP_BOUNDS: dict[str, Bounds] = {
 PLUGIN_BOUNDS = CLIP_BOUNDS["ppo_clip"]  # clip_low and clip_high of 'module:function', where they are unset
 WITHOUT_BOUNDS = ("sapo", "kl_cov", "m2po")
 
+STOPS = 1.0  # nats per token: a learner.loss.kl_stop above it bounds nothing that is worth training
 # objective -> clip_high from which a token of positive advantage keeps its gradient although it is about 10 times as
 # likely, or almost certain. Tokens of negative advantage need no bound: their gradient r A fades.
 UNBOUNDED: dict[str, float] = {
-    **dict.fromkeys(("ppo_clip", "cispo", "gspo", "clip_cov"), 10.0),  # ratios above 1
+    **dict.fromkeys(("ppo_clip", "cispo", "clip_cov"), 10.0),  # ratios above 1
+    "gspo": 0.5,  # geometric means of the ratios of a sample's tokens, above 1
     "sapo": 10.0,  # 1 / tau_high
     "dppo_tv": 0.9,  # probability differences
     "dppo_kl": 2.0,  # nats
@@ -224,8 +226,8 @@ def update_problems(config: Config) -> Iterator[Problem]:
     free = high >= UNBOUNDED.get(loss.objective, UNBOUNDED["ppo_clip"])
     # cispo caps a ratio, which begins at 1 elsewhere; a part of anybody's may have no bound
     free = free or (loss.proximal == "behavior" and (loss.objective == "cispo" or is_plugin(loss.objective)))
-    if learner.epochs > 1 and free and loss.kl_stop is None:
-        expected = f"1 with objective: {loss.objective}, these bounds, and no learner.loss.kl_stop"
+    if learner.epochs > 1 and free and (loss.kl_stop is None or loss.kl_stop > STOPS):
+        expected = f"1 with objective: {loss.objective}, these bounds, and no learner.loss.kl_stop of at most {STOPS:g}"
         hint = "a likely token may keep its gradient, so each epoch would push it further; minibatches do not"
         yield Problem("learner.epochs", expected, hint=hint)
     if loss.kl_stop is not None and learner.updates == 1:

@@ -77,7 +77,7 @@ class LossConfig(Strict, frozen=True, kw_only=True):
     distillation: DistillationConfig | None = None  # Learns from a teacher as well; docs/distillation.md.
     # Leaves out the rest of a batch's updates once the policy is further, in nats per token, from the one that began
     # the batch. Set it to bound what several updates do.
-    kl_stop: Annotated[float, Meta(gt=0, le=1)] | None = None
+    kl_stop: Annotated[float, Meta(gt=0, lt=10)] | None = None
 
     @property
     def trains_on_rewards(self) -> bool:

@@ -36,8 +36,9 @@ def broker(args: argparse.Namespace) -> int:
     config, run = checked(found, args.config, environment=False, reader="broker")
     served = config.served
     need_broker_library(served)
-    if config.rl is not None and not run.broker_json.exists() and plugins.has_parts(config.rl):  # not at a restart
-        for problem in plugins.ask(config.rl):
+    given = Path(args.config).resolve() != run.config.resolve()  # else a role, `up` for one, has checked the job
+    if config.rl is not None and given and not run.began:
+        for problem in plugins.ask(config.rl, elsewhere=True):
             raise ConfigError.of(args.config, problem)
     run.prepare(config)
     setup_logging("broker", "0", run.logs, config.telemetry.log_level)

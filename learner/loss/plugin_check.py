@@ -31,7 +31,7 @@ from common.config.schema import Config
 from common.errors import ConfigError, Problem
 from learner.backend_protocol import LossOutput, Microbatch
 from learner.loss.losses import policy_loss
-from learner.loss.plugins import part
+from learner.loss.plugins import ELSEWHERE, part
 from learner.loss.types import AdvantageEstimator, GroupRewards
 
 MAX_TOKENS = 7
@@ -324,8 +324,8 @@ def check(config: Config, file: str = "config") -> None:
         raise ConfigError.of(file, problem)
 
 
-def found_problems(config: Config, file: str = "config") -> Iterator[Problem]:
-    """The problems of the parts that the config names by import path."""
+def found_problems(config: Config, file: str = "config", *, elsewhere: bool = False) -> Iterator[Problem]:
+    """The problems of the parts that the config names by import path; `elsewhere`: as in plugins.ask."""
     for key, name in plugins(config).items():
         kind = key.rpartition(".")[2]
         of_source = key.split(".")[2] if key.startswith("tasks.sources.") else ""
@@ -333,6 +333,8 @@ def found_problems(config: Config, file: str = "config") -> Iterator[Problem]:
         try:
             _check_one(kind, name, loss, key=key, file=file)
         except ConfigError as error:
+            if elsewhere and isinstance(error.__cause__, ImportError):
+                continue
             yield Problem(error.key, error.expected, error.found, error.hint)
         except Wrong as error:
             yield Problem(key, f"a part that passes the checks of docs/losses.md ({name})", str(error))
@@ -354,7 +356,7 @@ def main() -> int:
     """Standard output has the answer alone: what the parts print goes to standard error."""
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=Config)
     with contextlib.redirect_stdout(sys.stderr):
-        found = list(found_problems(config))
+        found = list(found_problems(config, elsewhere=ELSEWHERE in sys.argv))
     sys.stdout.buffer.write(msgspec.json.encode(found))
     return 0
 

@@ -5,12 +5,10 @@ plugin_check.py says what is checked. The learner's ranks do the same check them
 """
 
 import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from functools import partial
-from importlib.machinery import PathFinder
 from typing import Any
 
 import msgspec
@@ -20,6 +18,7 @@ from common.config.schema import Config
 from common.errors import ConfigError, Problem
 from common.import_path import check_arguments, load
 
+ELSEWHERE = "--elsewhere"
 CHECK_S = 120.0  # torch's import and all checks; they take a few seconds
 TAKES = {
     "objective": ("tokens", "config"),
@@ -59,20 +58,15 @@ def can_check() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def has_parts(config: Config) -> bool:
-    """Whether the modules that the config names are on this machine too; only the learner needs them."""
-    roots = {name.partition(":")[0].partition(".")[0] for name in plugins(config).values()}
-    return all(PathFinder.find_spec(root, [*sys.path, os.getcwd()]) for root in roots)
-
-
-def ask(config: Config) -> list[Problem]:
+def ask(config: Config, *, elsewhere: bool = False) -> list[Problem]:
     """The problems of the parts that `config` names by import path, found by a process of their own; [] without torch.
 
-    The learner, whose Python has torch, checks them again.
+    The learner, whose Python has torch, checks them again. `elsewhere`: it is another Python, so what cannot be
+    imported here is left to it.
     """
     if not plugins(config) or not can_check():
         return []
-    command = [sys.executable, "-m", "learner.loss.plugin_check"]
+    command = [sys.executable, "-m", "learner.loss.plugin_check", *[ELSEWHERE] * elsewhere]
     told = msgspec.json.encode(config)
     key = next(iter(plugins(config)))
     try:

@@ -65,7 +65,8 @@ def enable() -> None:
     """
     if not fused() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         prepare(torch.cuda.is_available())
-    if _Families not in sys.meta_path:
+    known = importlib.metadata.version("megatron-bridge") == VERIFIED["megatron-bridge"]
+    if known and _Families not in sys.meta_path:
         sys.meta_path.insert(0, _Families)
 
 

@@ -95,6 +95,8 @@ learner: {minibatches: 17} | learner.minibatches | at most learner.groups_per_st
 {learner: {epochs: 2, loss: {proximal: behavior, clip_low: 1, clip_high: 1000000}}} | learner.epochs | expected 1 with
 {learner: {epochs: 4, loss: {proximal: loglinear, objective: m2po}}} | learner.epochs | objective: m2po
 {learner: {epochs: 4, loss: {objective: kl_cov}}} | learner.epochs | kl_stop
+{learner: {epochs: 4, loss: {objective: kl_cov, kl_stop: 2}}} | learner.epochs | at most 1
+{learner: {epochs: 2, loss: {objective: gspo, clip_high: 0.5}}} | learner.epochs | kl_stop
 {learner: {epochs: 4, loss: {proximal: loglinear, clip_low: 1, clip_high: 1000}}} | learner.epochs | expected 1 with
 {learner: {epochs: 2, loss: {clip_low: 1, clip_high: 999}}} | learner.epochs | objective: ppo_clip
 {learner: {epochs: 2, loss: {clip_high: 10}}} | learner.epochs | may keep its gradient

@@ -140,7 +140,7 @@ def test_override_is_typed_by_yaml_and_schema(write, override, key, value):
         ("tasks: {dataset: d, reward: r, prompt: [{role: me, content: c}]}", "tasks.prompt[0].role", "user", "me", ""),
         ("tasks: {dataset: d, reward: r, truncated: mask}", "tasks.truncated", "masked", "mask", "'masked'"),
         ("learner: {loss: {objective: sapp}}", "learner.loss.objective", "'module:function'", "sapp", "'sapo'"),
-        ("learner: {loss: {kl_stop: 1000}}", "learner.loss.kl_stop", "a number > 0 and <= 1", "1000", ""),
+        ("learner: {loss: {kl_stop: 1000}}", "learner.loss.kl_stop", "a number > 0 and < 10", "1000", ""),
         ("learner: {loss: {objective: 'm:'}}", "learner.loss.objective", "one of ppo_clip, cispo", "'m:'", ""),
         ("learner: {loss: {advantage: grpoo}}", "learner.loss.advantage", "pass_at_k", "grpoo", "'grpo'"),
         ("learner: {loss: {kl_estimator: 3}}", "learner.loss.kl_estimator", "one of k1, k2, k3", "3", ""),

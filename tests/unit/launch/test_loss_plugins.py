@@ -65,13 +65,19 @@ def test_a_broker_refuses_a_wrong_part_before_nodes_can_join(folder: Path, capsy
     assert main(["broker", job, f"{KEY}=parts_here:fine"]) == EXIT_DONE
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_broker")
-def test_a_broker_leaves_a_part_to_the_learner_if_it_lacks_the_module_or_restarts(folder: Path) -> None:
+def test_a_broker_leaves_a_part_to_the_learner_if_it_cannot_import_it_or_the_run_has_begun(folder: Path) -> None:
     job = str(write_job(folder))
-    assert main(["broker", job, f"{KEY}=parts_elsewhere:fine", f"run.dir={folder / 'other'}"]) == EXIT_DONE
-    (folder / "run").mkdir()
-    (folder / "run" / "broker.json").write_text("{}")
+    (folder / "parts_half.py").write_text("import megatron_of_the_learner")
+    for number, module in enumerate(("parts_elsewhere", "parts_half", "parts_here.sub")):
+        assert main(["broker", job, f"{KEY}={module}:fine", f"run.dir={folder / str(number)}"]) == EXIT_DONE
+    (folder / "run" / "store").mkdir(parents=True)  # a broker has ended there
     assert main(["broker", job, f"{KEY}=parts_here:absent"]) == EXIT_DONE
+    own = folder / "new" / "run" / "config.yaml"  # as `up` starts it, which has checked the job
+    own.parent.mkdir(parents=True)
+    write_job(folder / "new", learner={"loss": {"objective": "parts_here:absent"}}).rename(own)
+    assert main(["broker", str(own)]) == EXIT_DONE
 
 
 @pytest.mark.slow

@@ -232,11 +232,12 @@ def test_values_marks_and_gradients_are_those_of_the_objective(row: tuple[Any, .
 
 
 def gradient_of_a_likely_token(name: str, options: dict[str, float], **bounds: float) -> float:
-    """Its advantage is 1, and its probability has gone from 0.09 to 0.85."""
-    logprobs = tensor(0.85).log().requires_grad_()
-    tokens = PolicyTokens(logprobs, tensor(0.09).log(), tensor(1.0), Documents((1,), torch.ones(1, dtype=torch.bool)))
+    """Its advantage is 1, and its probability has gone from 0.09 to 0.85; its document has seven more, which stand."""
+    logprobs = tensor(0.85, *[0.5] * 7).log().requires_grad_()
+    before, advantages = tensor(0.09, *[0.5] * 7).log(), torch.ones(8, dtype=torch.float64)
+    tokens = PolicyTokens(logprobs, before, advantages, Documents((8,), torch.ones(8, dtype=torch.bool)))
     found = OBJECTIVES[name](tokens, LossConfig(objective=name, **bounds), **options)
-    return torch.autograd.grad(found.values.sum(), logprobs)[0].item()
+    return torch.autograd.grad(found.values.sum(), logprobs)[0][0].item()
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)

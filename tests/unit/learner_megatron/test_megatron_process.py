@@ -17,12 +17,15 @@ INSIDE = Path(__file__).with_name("megatron_process.py")
 
 # A machine with CUDA, with Transformer Engine installed but not wanted, up to the first call of a device.
 ON_CUDA = """
+import sys
 import torch
 from learner.megatron.cpu import compat
 
 cuda = torch.Tensor.cuda, torch.nn.Module.cuda, torch.Tensor.type
 torch.cuda.is_available = lambda: True
 assert compat.fused()
+compat.enable()
+assert sys.meta_path[0] is compat._Families and not any(isinstance(one, compat._Finder) for one in sys.meta_path)
 compat.os.environ[compat.PLAIN] = "1"
 assert not compat.fused()
 torch.cuda.is_available = lambda: False  # megatron's modules would ask the device
