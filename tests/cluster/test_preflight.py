@@ -1,5 +1,6 @@
 """`slipstream preflight` on hosts: what the verdict names, and that nothing hangs or stays behind."""
 
+import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -99,7 +100,10 @@ def test_a_machine_that_is_lost_is_named_and_the_others_go_on(tmp_path: Path, fa
         assert codes(running[:2]) == [1, 1]
         assert codes(running[2:]) != [0]
         for name in ("h1", "h2"):
-            assert "1 to repair; machine: h3" in (tmp_path / name).read_text()
+            page = (tmp_path / name).read_text()
+            [found] = [line for line in page.splitlines() if " to repair; " in line]
+            # A busy machine may find more, as a slow link between the others.
+            assert re.findall(r"machine: (h\d)", found) == ["h3"], page
         assert "all-reduce: right on 2 machines" in (tmp_path / "h1").read_text()
         if fault is Host.cut:
             assert "is silent" in (tmp_path / "h3").read_text()
