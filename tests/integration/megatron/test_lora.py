@@ -42,6 +42,7 @@ REFERENCES = {  # name of the layout of one rank -> kind and adapters
     "moe-one": ("normed", ATTENTION),
 }
 STEPPED = {"lr": 3e-2}  # B starts at zero; larger steps let it matter
+MOVED = 1e-3  # nats after the steps, which move more than 0.1; Adam enlarges rounding, which CPUs do differently
 
 
 def layout(name: str, of: str = "one", ranks: int = 0, memory: dict[str, Any] | None = None, **parallel: Any) -> Any:
@@ -285,7 +286,7 @@ def test_steps_gradients_and_logprobs_equal_those_of_peft(folder: Path, spec: di
     found, peft = found_and_peft(folder, spec)
     start = Outcome(folder / spec["of"]).section("start")
     tiny_models.check_update(start, found.section("trained"), peft.section("trained"))
-    moved_alike(peft.section("base"), found.section("logprobs"), peft.section("logprobs"), atol=4e-4)
+    moved_alike(peft.section("base"), found.section("logprobs"), peft.section("logprobs"), atol=MOVED)
     assert worst(found.section("gradient"), peft.section("gradient"))[0] < min(2e-3 * LOOSE, 0.5)
     moved = max((found.section("logprobs")[i] - row).abs().max() for i, row in peft.section("base").items())
     assert moved > 0.1, "else nothing would be compared"
@@ -298,7 +299,7 @@ def test_every_layout_has_the_losses_norms_and_gradients_of_one_rank(folder: Pat
         for step, expected in zip(rank["steps"], one.ranks[0]["steps"], strict=True):
             assert step == pytest.approx(expected, rel=5e-5 * LOOSE)
     assert worst(found.section("gradient"), one.section("gradient"))[0] < min(1e-3 * LOOSE, 0.5)
-    moved_alike(peft.section("base"), found.section("logprobs"), one.section("logprobs"), atol=2e-4)
+    moved_alike(peft.section("base"), found.section("logprobs"), one.section("logprobs"), atol=MOVED)
     if spec["memory"] == OFFLOADED:
         moved_alike(one.section("start"), found.section("trained"), one.section("trained"))
 

@@ -171,7 +171,8 @@ def test_every_gradient_and_every_ranks_figures_are_those_of_the_global_batch(
     expected: dict[str, Any] = reference.ranks[0]
     assert len(found.ranks) == (1 if layout == "one" else 2)
     for rank in found.ranks:
-        assert rank["loss"] == pytest.approx(expected["loss"], rel=1e-5 * LOOSE)
+        # A mean over log-probabilities of some nats may be small itself.
+        assert rank["loss"] == pytest.approx(expected["loss"], rel=1e-5 * LOOSE, abs=2e-6 * LOOSE)
         assert rank["maxima"] == pytest.approx(expected["maxima"], rel=1e-5 * LOOSE)
         assert rank["sums"].keys() == expected["sums"].keys()
         for name, wanted in expected["sums"].items():
