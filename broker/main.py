@@ -79,7 +79,7 @@ def run_broker(config: Config, config_json: bytes) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     run = run_info(config, config_json)
     signs = BrokerSigns()
-    with serving_health(config.telemetry.health_port, signs):
+    with serving_health(config.telemetry.health_port, signs, config.broker.credentials):
         if config.broker.store == "file":
             refuse_second_broker(run_dir, config.broker.credentials)
             lead(config, run, config.broker.addresses, signs)

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -31,7 +31,7 @@ from common.process.progress import bar
 from common.process.run_dir import source_revision, unwritable, write_json
 from common.process.versions import learner_digest, versions
 from launch.certificates import VERSIONS, place, read_model, shape_folder
-from launch.cluster.interface import LOOPBACK, routed
+from launch.cluster.interface import keep_gloo_here
 from learner.loss import plugins
 
 WORLD_S = 900.0  # for the ranks of one trial; up to half a minute is usual on two cores
@@ -149,8 +149,7 @@ def run_world(folder: Path, name: str, ranks: int) -> None:
 def _world(folder: Path, name: str, ranks: int) -> Iterator[Sequence["subprocess.Popen[bytes]"]]:
     shared = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(ranks), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     shared |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    with suppress(UsageError):  # else gloo listens at the address that the host's name leads to
-        shared.setdefault("GLOO_SOCKET_IFNAME", routed(LOOPBACK).name)
+    keep_gloo_here(shared)
     words = [sys.executable, "-m", "learner.certificate.rank", str(folder), name, str(os.getpid())]
     running: list[subprocess.Popen[Any]] = []
     try:

@@ -108,7 +108,7 @@ def train(
         timeout_s = config.learner.timeout_s
         port = config.telemetry.health_port * (os.environ.get("LOCAL_RANK", "0") == "0")  # one rank of each machine
         monitor = RankMonitor(backend.rank, backend.world_size, timeout_s, source.report_silence, failed)
-        with monitor, serving_health(port, trainer.signs):
+        with monitor, serving_health(port, trainer.signs, config.broker.credentials):
             state = trainer.run()
     except BaseException as error:
         failed(" ".join([str(error), *getattr(error, "__notes__", [])]))

@@ -38,11 +38,11 @@ def main(words: Sequence[str]) -> int:
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else EXIT_FAILED
-    except SignalException as error:
+    except SignalException:
         config = load_either(Path(words[list(words).index("--config") + 1]))
         record = read_record(RunDir(config.run.dir))
         ended_well = record is not None and record.state in ("drained", "done")
-        return EXIT_DONE if ended_well else 128 + int(error.sigval)
+        return EXIT_DONE if ended_well else EXIT_FAILED
     return EXIT_DONE
 
 

@@ -75,7 +75,8 @@ async def _serve(config: Config, address: str, status: NodeStatusTracker) -> int
 
     # The stack closes in reverse order: a node leaves the job when its engine and its heartbeats have ended.
     async with AsyncExitStack() as stack:
-        stack.enter_context(serving_health(config.telemetry.health_port, status.signs))
+        port, credentials = config.telemetry.health_port, config.broker.credentials
+        stack.enter_context(serving_health(port, status.signs, credentials))
         stack.callback(thread.close)
         for driver in drivers.values():
             stack.push_async_callback(driver.close)

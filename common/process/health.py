@@ -169,13 +169,16 @@ def serving(server: TextServer, name: str) -> Generator[None]:
 
 
 @contextmanager
-def serving_health(port: int, signs: LifeSigns) -> Generator[None]:
-    """While active, `signs` are served at `port` of every interface; 0: nowhere. Raises UsageError."""
+def serving_health(port: int, signs: LifeSigns, credentials: str | None) -> Generator[None]:
+    """While active, `signs` are served at `port`; 0: nowhere. Raises UsageError.
+
+    A job without `credentials` keeps to the loopback interface, and one with them serves every interface.
+    """
     if port == 0:
         yield
         return
     try:
-        server = TextServer("", port, signs.answer)
+        server = TextServer("" if credentials else "127.0.0.1", port, signs.answer)
     except OSError as error:
         hint = "roles on one machine need different ports: telemetry.health_port=PORT after the command"
         raise UsageError(f"telemetry.health_port: cannot listen on port {port}: {error.strerror}; {hint}") from None

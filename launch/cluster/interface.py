@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import MutableMapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -82,6 +83,12 @@ def use_for_weights(config: Config, host: str) -> None:
     if config.weights.transport == "nccl" and host and not is_loopback(host):
         with suppress(UsageError):  # without a route NCCL chooses
             routed(host).use_for_nccl()
+
+
+def keep_gloo_here(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let torch's gloo listen on the loopback interface, unless told otherwise; the weight plane names its own."""
+    with suppress(UsageError):  # else gloo listens at the address that the host's name leads to
+        environment.setdefault("GLOO_SOCKET_IFNAME", routed(LOOPBACK).name)
 
 
 def named(names: str) -> Interface:

@@ -82,7 +82,9 @@ def facts(config: BaseConfig, interface: Interface) -> dict[str, str]:
     """Versions and settings that must be the same on every machine of the learner."""
     same = {name: version for name, version in versions().items() if name != "vllm"}
     same["python"] = same["python"].rpartition(".")[0]
-    same |= {"learner.machines": str(config.learner.machines), "learner.world_size": str(config.learner.world_size)}
+    keys = ("machines", "world_size", "micro_batch_tokens")  # a run may change them, but every machine alike
+    same |= {f"learner.{key}": str(getattr(config.learner, key)) for key in keys}
+    same["learner.parallel"] = msgspec.json.encode(config.learner.parallel).decode()
     if config.rl is None:  # every rank reads its machine's copy
         path = Path(downloaded(config, "learner").tasks.dataset)
         rows = hashlib.sha256()

@@ -4,14 +4,12 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import NoReturn
 
 from common.config.schema import BaseConfig
-from common.errors import UsageError
 from common.process.run_dir import RunDir
 from common.process.versions import versions
-from launch.cluster.interface import LOOPBACK, routed, use_for_weights
+from launch.cluster.interface import keep_gloo_here, use_for_weights
 from launch.up.devices import compute_capability
 
 # torchrun kills ranks that are still busy this long after SIGTERM: a step and a checkpoint must fit in.
@@ -31,8 +29,7 @@ def become_torchrun(config: BaseConfig, run: RunDir, broker: str = "") -> NoRetu
     run.prepare(config)
     ranks = str(config.learner.world_size)
     command = torchrun(run, ["--nproc-per-node", ranks], ["--broker", broker] if broker else [])
-    with suppress(UsageError):  # else gloo listens at the address that the host's name leads to
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", routed(LOOPBACK).name)
+    keep_gloo_here()
     if config.rl is not None:
         use_for_weights(config.rl, config.rl.weights.address)
     sys.stdout.flush()

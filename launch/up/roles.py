@@ -23,7 +23,7 @@ from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, find_broker, write_json
 from common.security.credentials import own_node_id
 from launch.certificates import first_line
-from launch.cluster.interface import use_for_weights
+from launch.cluster.interface import keep_gloo_here, use_for_weights
 from launch.resolve_target import check_same_job, checked, config_file, job_of, load_job, need_broker_library
 from launch.up.devices import check_devices, rounding_problems
 from launch.up.learner_machine import run_machine
@@ -97,6 +97,7 @@ def rollout(args: argparse.Namespace) -> int:
     node_id = own_node_id(config.broker.credentials, args.node_id or f"{socket.gethostname()}-{os.getpid()}")
     setup_logging("rollout", node_id, run.logs, config.telemetry.log_level)
     os.environ.update(thread_environment(config.rollout.threads))
+    keep_gloo_here()
     use_for_weights(config, split_address(address.split(",")[0])[0])
     from rollout_fleet.main import run_node
 
@@ -115,6 +116,7 @@ def scorer(args: argparse.Namespace) -> int:
         key = f"scorers.{args.name}.api_key_env"
         raise ConfigError(args.config, key, "a variable that is set", f"{variable}, which is not")
     setup_logging("scorer", args.name, run.logs, config.telemetry.log_level)
+    keep_gloo_here()
     from rollout_fleet.scorers.server import serve
 
     return serve(args.name, found, file=args.config, log=run.logs / f"vllm-{args.name}.log")

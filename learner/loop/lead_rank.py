@@ -73,7 +73,6 @@ class LeadRank(RolloutSource):
         files.recorded = self._watch.see
         self._status: BrokerStatus | None = None  # fetched for the last metrics line, until the next turn has used it
         self._stalls = StallMeter()
-        self._ejections = 0
         self._groups: list[Group] = []  # those of the newest step
         self._nodes: dict[int, str] = {}  # the node of each of them, by serial
         self._chosen: Chosen = {}
@@ -112,6 +111,8 @@ class LeadRank(RolloutSource):
         self._gathering.resume(version, unfinished, self.broker.status())
 
     def next_command(self, step: int) -> Command:
+        for node in self.publisher.lost_nodes():
+            self.files.note("ejection", step=step, node=node.node_id, reason=node.reason)
         self._watch.turn()
         if self._watch.stopped:
             return Drain(self._watch.stopped)
@@ -211,9 +212,6 @@ class LeadRank(RolloutSource):
         if absent and step.batch.step in self.config.telemetry.profile_steps:
             self.files.events.add("profile_nodes_absent", step=step.batch.step, nodes=", ".join(sorted(absent)))
         published = self.publisher.stats()
-        if ejected := published.ejections - self._ejections:
-            self._ejections = published.ejections
-            self.files.events.add("ejection", step=step.batch.step, nodes=ejected)
         self.reporter.update(waste=step.totals.waste())
         self._watch.trained = step.batch, self._groups
         played = step.batch.statistics.sources

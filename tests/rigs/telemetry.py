@@ -118,7 +118,7 @@ class Fixture:
             (starts, "learner", "learner_started", start),
             (starts, "", "learner_attached", start),
             (step % 40 == 1, "", "leave" if step % 80 == 1 else "node_lost", {"node": node}),
-            (step % 40 == 1, "learner", "ejection", {"step": step, "nodes": 1}),
+            (step % 40 == 1, "learner", "ejection", {"step": step, "node": "node-1", "reason": "it was silent"}),
             ((step + 1) % EVERY == 0, "", "commit", {"step": step, "groups": GROUPS * EVERY}),
             *((True, "", "join", {"node": name, "host": "host-0", "pid": 100 + step}) for name in joins),
         ]

@@ -154,7 +154,10 @@ class PublishControl:
 
     def _join(self, identity: bytes, message: messages.Join) -> None:
         self._feed(identity, nodes.drop, DropNode(DropReason.REJOINED))
-        if self._transport == "nccl" and "nccl" in message.transports and (why := mismatch(message.versions)):
+        why = mismatch(message.versions) if self._transport == "nccl" and "nccl" in message.transports else ""
+        if message.schema != messages.SCHEMA:
+            why = f"its messages have schema {message.schema}, the learner's {messages.SCHEMA}; use one release"
+        if why:
             logger.error("node %s may not join: %s", message.node_id, why)
             self._socket.send(identity, messages.Eject(why, final=True, code=EjectCode.VERSIONS))
             return
@@ -215,6 +218,7 @@ class PublishControl:
             self._chains.leave(identity)
         if after.excluded is not None and before.excluded is None:
             logger.error("node %s is excluded: %s", after.node_id, after.excluded.text)
+            self.figures.lost.put(nodes.LostNode(after.node_id, after.excluded.text))
             self._chains.leave(identity)
         attempt = after.attempt if after.attempt is not None else before.attempt
         for action in actions:
@@ -248,6 +252,7 @@ class PublishControl:
         self._epochs.drop(node.identity)
         if drop.ejected:
             self.figures.change(ejections=self.figures.now.ejections + 1)
+            self.figures.lost.put(nodes.LostNode(node.node_id, drop.sentence))
             self._socket.send(node.identity, messages.Eject(drop.sentence, code=EjectCode.DROPPED))
 
     def _fail(self, attempt: Attempt, failure: Failure, node: NodeView | None = None) -> None:

@@ -15,7 +15,8 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import structs
@@ -381,13 +382,21 @@ class PublishStats:
     version_active: int = -1  # oldest version that a live node runs now; -1 when one has none, or there is no node
 
 
+class LostNode(NamedTuple):
+    """A node that was dropped because it died, stalled or failed, or that is excluded since its proof failed."""
+
+    node_id: str
+    reason: str
+
+
 class Figures:
-    """The PublishStats so far, `now`. The control thread changes them, any thread reads them."""
+    """The PublishStats so far, `now`, and the nodes `lost`. The control thread changes them, any thread reads them."""
 
     def __init__(self, incarnation: int = 0) -> None:
         self._incarnation = incarnation
         self._changed = threading.Condition()
         self.now = PublishStats()
+        self.lost: SimpleQueue[LostNode] = SimpleQueue()  # each until one reader has taken it
         self._canary_version = -1  # newest version with a canary
         self._newest = self._traced = (-1, 0.0)  # newest target and newest one with a span: version, when it started
 

@@ -37,7 +37,7 @@ Words, everywhere in this room and in docs/weights.md:
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from torch import Tensor
@@ -45,7 +45,7 @@ from torch import Tensor
 from common.config.schema import WeightsConfig
 from common.weights.source.adapters import AdapterPayloads
 from common.weights.source.control import PublishControl
-from common.weights.source.nodes import PublishStats
+from common.weights.source.nodes import LostNode, PublishStats
 from common.weights.source.snapshot import Deltas, Snapshot, SnapshotMaker, TensorSpecs
 from common.weights.source.sources import LeadEndpoint
 from common.weights.transports.groups import GroupFactory, open_group
@@ -168,6 +168,11 @@ class WeightPublisher:
         A version is the one that `publish` got last, or is in the list of the call before.
         """
         self._plane.post(partial(self._plane.schedule.evaluate, versions))
+
+    def lost_nodes(self) -> Iterator[LostNode]:
+        """Those since the last call."""
+        while self._control is not None and not self._control.figures.lost.empty():
+            yield self._control.figures.lost.get()
 
     def stats(self) -> PublishStats:
         """Figures so far; cheap, callable from any thread."""

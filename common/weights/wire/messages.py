@@ -39,6 +39,7 @@ from common.weights.wire.layout import AdapterLayout, Layout
 from common.wire_types import Finite, Name, Text, Version
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+SCHEMA = 1  # changes when a release would misread another's messages
 MOST_KEYS = 4096
 # As base versions, of nodes for which a version may come as adapters: they have the frozen weights, need these, too, or
 # get versions whole.
@@ -85,6 +86,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     machine: Text = ""  # from common.process.local_address.this_machine(); its nodes share a copy over the link
     pool: Text = ""  # eval: it gets evaluated versions only
     frozen: Text | None = None  # checksum of the frozen weights that it keeps, '' without; None: it merges no adapters
+    schema: Count = SCHEMA
 
 
 class OfVersion(msgspec.Struct, frozen=True):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from common.config.loading import load_config
+from common.config.schema import Config
 from common.errors import EXIT_HOPELESS
 from learner.batch.dynamic_sampling import carries_signal
 from tests.rigs.device import CUDA
@@ -122,7 +124,7 @@ def test_two_ranks_killed_with_9_filter_the_same_groups_again(tmp_path: Path, mo
     assert {line.groups for line in job.lines()} == {GROUPS}
 
 
-def test_a_rule_on_a_metric_of_the_lead_stops_both_ranks_alike_and_their_checkpoint_goes_on(
+def test_a_rule_on_a_metric_of_the_lead_stops_both_ranks_alike_and_one_rank_goes_on_from_their_checkpoint(
     tmp_path: Path, model: Path
 ) -> None:
     job = Job(tmp_path / "job", model, {"world_size": 2, "parallel": {"tensor": 2}}, {"every": 100})
@@ -141,7 +143,10 @@ def test_a_rule_on_a_metric_of_the_lead_stops_both_ranks_alike_and_their_checkpo
         job.finish(EXIT_HOPELESS, ranks=2)
         assert len(job.lines()) == 3, "it refused to train"
         slipstream("resume", str(job.run.path))
-        job.finish(ranks=2)
+        alone = ["learner.world_size=1", "learner.parallel.tensor=1"]
+        job.run.prepare(load_config(job.config, alone, Config))  # as the commands do
+        job.config = job.run.config
+        job.finish()
         assert_delivered_once(client.ledger())
     job.assert_every_step_once()
 

@@ -199,7 +199,7 @@ def test_each_alert_fires_on_its_fault(fleet: Fleet) -> None:
     run = fleet.run
     until(lambda: fleet.has_data('slipstream_events_total{kind="ejection"} == 0'), every_s=0.3)
     events = EventFile(run.events, "learner")
-    events.add("ejection", step=1, nodes=1)
+    events.add("ejection", step=1, node="node-0", reason="it was silent")
     events.close()
     with run.events.open("ab") as file:
         old = {"time_s": time.time() - 10000, "kind": "checkpoint", "detail": {}, "source": "learner"}

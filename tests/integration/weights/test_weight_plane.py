@@ -80,6 +80,7 @@ def test_a_member_lost_mid_broadcast_does_not_keep_the_version_from_the_others(p
         assert waited < timeout_s, f"the survivors waited {waited:.2f} s"
         print(f"{fault}: a survivor runs version 2 {waited:.2f} s after the fault")
     until(lambda: publisher.stats().ejections == 1 and publisher.stats().version_active == 2)
+    assert [node.node_id for node in publisher.lost_nodes()] == ["victim"] and not [*publisher.lost_nodes()]
     assert publisher.stats().nodes == 2
     if fault == "stop":
         victim.signal(signal.SIGCONT)

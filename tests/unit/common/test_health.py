@@ -109,14 +109,26 @@ def test_a_probe_may_come_over_ipv6() -> None:
 
 
 def test_port_0_serves_nothing_and_a_taken_port_is_a_usage_error() -> None:
-    with serving_health(0, LifeSigns()), served(LifeSigns()) as port:
-        with pytest.raises(UsageError) as refused, serving_health(port, LifeSigns()):
+    with serving_health(0, LifeSigns(), None), served(LifeSigns()) as port:
+        with pytest.raises(UsageError) as refused, serving_health(port, LifeSigns(), "keys"):
             pass
         assert "telemetry.health_port" in str(refused.value) and str(port) in str(refused.value)
-    with serving_health(port, LifeSigns()):
+    with serving_health(port, LifeSigns(), "keys"):
         assert get(port, "/healthz")[0] == 200
     with pytest.raises(ConnectionError):
         get(port, "/healthz")
+
+
+def test_without_credentials_a_role_answers_on_the_loopback_interface_alone() -> None:
+    for credentials, reached in ((None, False), ("keys", True)):
+        with socket.create_server(("", 0)) as free:
+            port = free.getsockname()[1]
+        with serving_health(port, LifeSigns(), credentials):
+            assert get(port, "/healthz")[0] == 200
+            with contextlib.suppress(ConnectionError):  # Linux has all of 127.0.0.0/8, and one address is served
+                assert (get(port, "/healthz", "127.0.0.2")[0] == 200) is reached
+                continue
+        assert not reached
 
 
 def test_series_have_a_type_and_labels_that_no_word_breaks() -> None:

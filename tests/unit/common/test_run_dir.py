@@ -64,6 +64,8 @@ def test_a_run_may_be_continued_longer_or_with_more_nodes_but_not_as_a_warm_star
         ("weights__network", "trusted"),
         ("learner__memory", {"offload_optimizer": True}),  # out of memory is no reason to begin anew
         ("learner__micro_batch_tokens", 8192),
+        ("learner__world_size", 2),  # a GPU fewer or more: a checkpoint loads under every layout
+        ("learner__parallel", {"tensor": 2}),
     ):
         longer = changed(config, **{key: value})
         run.prepare(longer)

@@ -152,10 +152,15 @@ def test_weights_over_nccl_keep_to_the_interface_that_leads_to_the_other_machine
     assert os.environ.get(NCCL) == found
 
 
-def test_machines_compare_how_versions_travel(tmp_path: Path) -> None:
+def test_machines_compare_how_versions_travel_and_the_layout(tmp_path: Path) -> None:
     """Each rank gathers what its own config asks for, so ranks that disagree would wait for each other."""
     config = job(tmp_path)
-    other = msgspec.structs.replace(config, weights=msgspec.structs.replace(config.weights, encoding="adapter"))
+    parallel = msgspec.structs.replace(config.learner.parallel, tensor=2)
+    other = msgspec.structs.replace(
+        config,
+        weights=msgspec.structs.replace(config.weights, encoding="adapter"),
+        learner=msgspec.structs.replace(config.learner, parallel=parallel),
+    )
     here, there = (module.facts(one, Interface("lo", "127.0.0.1")) for one in (config, other))
-    assert {key for key in here if here[key] != there[key]} == {"weights.encoding"}
+    assert {key for key in here if here[key] != there[key]} == {"weights.encoding", "learner.parallel"}
     assert here["weights.transport"] == config.weights.transport

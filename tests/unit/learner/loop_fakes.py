@@ -22,7 +22,7 @@ from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
 from common.run_reader import read_tail
-from common.weights.source.nodes import PublishStats
+from common.weights.source.nodes import LostNode, PublishStats
 from common.weights.wire.messages import Canary
 from common.wire_types import Array
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
@@ -165,6 +165,7 @@ class RecordingPublisher:
     canaries: dict[int, Canary] = field(default_factory=dict)
     fatal: str | None = None
     canary_owed: bool = False
+    lost: list[LostNode] = field(default_factory=list)
     closed: bool = False
     evaluated: tuple[int, ...] = ()
     calls: list[tuple[str, int]] = field(default_factory=list)  # each with the newest version then
@@ -199,6 +200,10 @@ class RecordingPublisher:
 
     def evaluate(self, *versions: int) -> None:
         self.evaluated = versions
+
+    def lost_nodes(self) -> Iterator[LostNode]:
+        while self.lost:
+            yield self.lost.pop(0)
 
     def stats(self) -> PublishStats:
         return PublishStats(published=len(self.versions), fatal=self.fatal, canary_owed=self.canary_owed)

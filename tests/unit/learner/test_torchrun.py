@@ -2,14 +2,19 @@
 
 import argparse
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 
+from common.config.loading import load_either
+from common.process.run_dir import RunDir
 from learner import torchrun
+from learner.loop.run_files import write_record
+from tests.rigs.configs import write_job
 
 WORDS = ["--nproc-per-node", "2", torchrun.GRACE, "300", "-m", "learner.main"]
 
@@ -37,3 +42,20 @@ def test_busy_ranks_get_their_time_from_a_torch_without_the_option_too(
 
 def test_words_without_the_option_stay_as_they_are() -> None:
     assert torchrun.with_grace(WORDS[:2]) == WORDS[:2]
+
+
+@pytest.mark.parametrize(("state", "code"), [("drained", 0), ("done", 0), ("running", 1), ("", 1)])
+def test_ranks_that_a_signal_ended_have_done_their_work_or_have_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, code: int
+) -> None:
+    config = write_job(tmp_path)
+    run = RunDir.of(load_either(config))
+    if state:
+        write_record(run, 0, state, 0)
+
+    def told(words: object) -> None:
+        raise SignalException("told to end", signal.SIGTERM)
+
+    monkeypatch.setattr(torchrun, "join_supervisor", lambda: None)
+    monkeypatch.setattr(torchrun, "run_torchrun", told)
+    assert torchrun.main(["--config", str(config)]) == code

@@ -16,9 +16,11 @@ from common.metrics import StepMetrics
 from common.rollouts import Group, encode_group
 from common.run_reader import read_tail
 from common.waste import Waste
+from common.weights.source.nodes import LostNode
 from tests.rigs.brokers import MemoryBroker
 from tests.rigs.refusals import refused
 from tests.rigs.telemetry import recorded
+from tests.rigs.waiting import read_jsonl
 from tests.unit.learner.loop_fakes import Killed, MakeWorld, World, make_group
 
 # ---------------------------------------------------------------- a whole run
@@ -264,6 +266,14 @@ def test_an_unusable_group_is_generated_again(make_world: MakeWorld) -> None:
     assert spoiled == [3]
     assert "bad_group" in world.event_kinds()
     assert [entry.state for entry in world.broker.ledger()] == ["committed"] * 8
+
+
+def test_a_node_that_the_weight_plane_has_lost_is_an_event_with_its_reason(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.publisher.lost.append(LostNode("node-3", "it was silent for 9 s"))
+    assert world.run() == "done"
+    told = [event["detail"] for event in read_jsonl(world.run_dir.events) if event["kind"] == "ejection"]
+    assert told == [{"step": 0, "node": "node-3", "reason": "it was silent for 9 s"}]
 
 
 def half_groups(world: World) -> None:

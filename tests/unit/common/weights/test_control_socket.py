@@ -141,7 +141,7 @@ def test_a_weight_client_whose_task_failed_joins_at_the_next_heartbeat(monkeypat
         asyncio.run(scenario(endpoint.address))
 
 
-def test_a_node_whose_nccl_differs_from_the_learners_is_refused_for_good_and_says_both(
+def test_a_node_with_another_nccl_or_other_messages_than_the_learner_is_refused_for_good_and_says_both(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours = nccl.shared_versions()
@@ -163,6 +163,9 @@ def test_a_node_whose_nccl_differs_from_the_learners_is_refused_for_good_and_say
         assert all(version in reason for version in ("2.27.5", "2.29.7"))
         assert control.figures.now.nodes == 0
         assert asyncio.run(excluded(("relay",))) == ""  # its weights come over ZeroMQ
+        monkeypatch.setattr(messages, "SCHEMA", 2)
+        reason = asyncio.run(excluded(("relay",)))
+        assert "schema 1" in reason and "the learner's 2" in reason
     finally:
         control.stop()
         thread.join(LIMIT_S)
