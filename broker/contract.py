@@ -137,7 +137,8 @@ class GroupWork(msgspec.Struct, frozen=True):
     tokens: Tally = 0  # sampled for it by calls of the model that ended
     turns: Tally = 0
     episode_tokens: Tally = 0  # likewise by calls that ended
-    state: Text = "queued"  # queued (it waits for a slot) | engine | environment
+    # queued (it waits for a slot) | engine | environment | scorer; done: all have ended and go to the broker
+    state: Text = "queued"
     state_s: Finite = 0.0
     evaluates: Version = -1  # the version that a held-out problem is for; -1: this is a task of training
 

@@ -287,6 +287,8 @@ _ENDS = {
     "environment": "it answers, or rollout.sample_timeout_s ends the episode",
     "queued": "an episode before it ends",
     "engine": "they end, or reach rollout.max_tokens or rollout.sample_timeout_s",
+    "scorer": "it answers, or scorers.NAME.timeout_s ends the request",
+    "done": "the broker has it",
 }
 
 
@@ -327,6 +329,8 @@ def _straggler(state: str, overtaken: bool, groups: list[_Late]) -> Stall:
         "environment": f"its environment ({at}; {episode})",
         "queued": f"a free slot in the engine ({at})",
         "engine": f"the engine ({at}; {episode})",
+        "scorer": f"a scorer's answer ({at})",
+        "done": f"the broker, to which {named(nodes)} hands it in",
     }[state]
     names = named(str(serial) for serial in sorted(late.group.serial for late in groups))
     who = f"task{'s' if len(groups) > 1 else ''} {names}" + (", which later ones have overtaken" if overtaken else "")

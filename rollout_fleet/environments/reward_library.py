@@ -7,6 +7,7 @@ environment; what a function needs besides is in its `NEEDS`.
 
 import difflib
 import json
+import logging
 import os
 import re
 import threading
@@ -16,6 +17,8 @@ from typing import Any
 from rollout_fleet.environments.builtin.math_problems import judge
 from rollout_fleet.environments.isolation.sandbox import Killed, call_apart
 from rollout_fleet.environments.protocol import Action
+
+logger = logging.getLogger(__name__)
 
 BUILT_IN = {
     name: f"{__name__}:{name}"
@@ -65,14 +68,18 @@ async def math_verify(completion: str, row: Mapping[str, Any], *, column: str = 
     """1 when the answer has the column's value by math-verify, however it is spelt; a row's `#### 42` is understood.
 
     It runs in a process of its own, because expressions exist on which a computer algebra system does not come back.
-    Raises ValueError for a column that math-verify does not read.
+    An answer for which that process is ended gets 0. Raises ValueError for a column that math-verify does not read.
     """
     right = text_of(row, column).rpartition("####")[2].strip()
     if threading.current_thread() is threading.main_thread():  # the episode has a process, and its limits
         return float(judge(right, completion)[1])
     keywords = {"gold": right, "answer": completion}
     path = f"{judge.__module__}:judge"
-    _, equal = await call_apart(path, keywords, seconds=MATH_S, memory_mib=MATH_MIB, preload=MATH)
+    try:
+        _, equal = await call_apart(path, keywords, seconds=MATH_S, memory_mib=MATH_MIB, preload=MATH)
+    except Killed as error:
+        logger.warning("math_verify gives 0 to an answer for %.100r: %s", right, error)
+        return 0.0
     return float(equal)
 
 

@@ -74,7 +74,7 @@ class Progress:
 
     sampled_tokens: int = 0  # by calls of the model that ended
     turns: int = 0  # calls of the model that began
-    state: str = "queued"  # for a slot; engine, environment, or done
+    state: str = "queued"  # for a slot; engine, environment, scorer (its teacher), or done
     since: float = field(default_factory=time.monotonic)  # when this state began
     track: str = "episodes"  # for its spans
 
@@ -172,8 +172,12 @@ class EpisodeDriver:
             progress: stays correct when the episode is cancelled later.
             group_seed: the seed that all samples of the group share; None: `seed`.
         """
-        sample = await self._played(problem, seed, progress or Progress(), seed if group_seed is None else group_seed)
-        return sample if self.teacher is None else await self.teacher.teach(sample)
+        progress = progress or Progress()
+        sample = await self._played(problem, seed, progress, seed if group_seed is None else group_seed)
+        if self.teacher is None:
+            return sample
+        progress.at("scorer")
+        return await self.teacher.teach(sample)
 
     async def _played(self, problem: dict[str, Any], seed: int, progress: Progress, group_seed: int) -> Sample:
         async with self._slots:

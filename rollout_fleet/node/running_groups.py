@@ -137,7 +137,10 @@ class RunningGroup:
         """For a heartbeat at `now` (monotonic seconds); about its oldest episode, those that wait for a slot last."""
         left = [e for e in self.episodes if e.state != "done"]
         running = [e for e in left if e.state != "queued"]
-        oldest = min(running or left, key=lambda e: e.since, default=Progress(since=now))
+        ended = Progress(
+            state="done" if self.handing_in else "scorer", since=max((e.since for e in self.episodes), default=now)
+        )
+        oldest = min(running or left, key=lambda e: e.since, default=ended if self.episodes else Progress(since=now))
         return GroupWork(
             serial=self.lease.task.serial,
             samples=self.lease.task.group_size,

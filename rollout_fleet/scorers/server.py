@@ -3,6 +3,7 @@
 role --starts--> vllm serve --answers /health--> serving --SIGTERM--> running requests end --> exit
 """
 
+import http.client
 import logging
 import os
 import subprocess
@@ -132,7 +133,7 @@ def _healthy(host: str, port: int) -> bool:
     shown = f"[{host}]" if ":" in host else host
     try:
         asked(f"http://{shown}:{port}/health")
-    except OSError:
+    except (OSError, http.client.HTTPException):  # it may be another service's port
         return False
     return True
 

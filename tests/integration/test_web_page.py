@@ -282,6 +282,9 @@ def test_nothing_is_wider_than_a_narrow_screen(page, address, tab):
     assert page.get("document.documentElement.dataset.theme") == "dark"
     page.click("#theme")
     page.until("document.documentElement.dataset.theme === 'light'")
+    for dark in (False, True):  # the system's theme changes, and the choice stays
+        page.size(390, 844, dark=dark)
+        assert page.get("document.documentElement.dataset.theme") == "light"
 
 
 def test_text_of_a_run_is_never_html(page, tmp_path):

@@ -1,7 +1,5 @@
 // Elements without HTML text: everything that comes from a run is set as textContent, so it is never parsed.
 
-const SVG = "http://www.w3.org/2000/svg";
-
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === undefined || value === null || value === false) continue;
@@ -15,7 +13,6 @@ function fill(node, attributes, children) {
 
 /** h("a", {href: "#x"}, "text", child): a string becomes a text node. */
 export const h = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
-export const s = (tag, attributes = {}, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 
 /** A number as people read it; "–" for none. */
 export function number(value, digits = 3) {

@@ -100,7 +100,7 @@ function theme(wanted) {
 }
 
 function turnTheme() {
-  const wanted = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+  wanted = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
   try { localStorage.setItem("theme", wanted); } catch { /* a browser may forbid it */ }
   theme(wanted);
 }

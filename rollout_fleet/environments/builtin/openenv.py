@@ -63,9 +63,8 @@ class OpenEnv:
         if not action.ended:
             return StepResult(metrics={"malformed": self._malformed})
         try:
-            sent = {self._action: action.text.strip()} if self._action else json.loads(action.text)
-            data = await self._ask("step", sent)
-        except (ValueError, InvalidAction) as error:
+            data = await self._ask("step", self._sent(action.text))
+        except InvalidAction as error:
             self._malformed += 1
             return StepResult(Chat((("user", f"error: {error}"),)), done=False, metrics={"malformed": self._malformed})
         shown = Chat((("user", self._text(data["observation"])),))
@@ -85,7 +84,10 @@ class OpenEnv:
         message = await self._socket.receive()
         if not isinstance(message.data, str):
             raise RuntimeError(f"{self._url} ended the session: {message.type.name} {message.data}")
-        answer = json.loads(message.data)
+        try:
+            answer = json.loads(message.data)
+        except ValueError as error:
+            raise RuntimeError(f"{self._url} answered no JSON: {error}") from None
         found = answer.get("data", {})
         if answer.get("type") != "error":
             return found
@@ -93,10 +95,18 @@ class OpenEnv:
             raise InvalidAction("; ".join(error.get("msg", "") for error in found.get("errors", [])) or str(found))
         raise RuntimeError(f"{self._url} answered {found.get('code')}: {found.get('message')}")
 
+    def _sent(self, text: str) -> Any:
+        if self._action:
+            return {self._action: text.strip()}
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise InvalidAction(str(error)) from None
+
     def _text(self, observation: Any) -> str:
         shown = observation.get(self._observation, "") if self._observation else observation
         return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
 
 
 class InvalidAction(Exception):
-    """The server cannot read the action; the message says why."""
+    """The action cannot be read; the message says why."""

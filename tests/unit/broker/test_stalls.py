@@ -251,6 +251,16 @@ CASES: dict[str, tuple[Any, ...]] = {  # status; kind, who, what for, since, unt
         "straggler", "task 20, which later ones have overtaken", "a free slot in the engine (8 of 8 samples on n0)",
         12.5, "an episode before it ends",
     ),
+    "a late group waits for its teacher or judge": (
+        status_of(node(groups=[msgspec.structs.replace(WORK, serial=20, state="scorer", finished=8)])),
+        "straggler", "task 20, which later ones have overtaken", "a scorer's answer (0 of 8 samples on n0)",
+        12.5, "it answers, or scorers.NAME.timeout_s ends the request",
+    ),
+    "a late group is handed in": (
+        status_of(node(groups=[msgspec.structs.replace(WORK, serial=20, state="done", finished=8)])),
+        "straggler", "task 20, which later ones have overtaken", "the broker, to which n0 hands it in",
+        12.5, "the broker has it",
+    ),
     "nobody evaluates": (
         status_of(NODE, learner=TRAINING, evaluation=EvaluationProgress(6, 5, 0, 3, False)),
         "evaluation", "the evaluation of version 6", "a node of the pool, and none is alive: 3 of 8 problems are done",

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +23,11 @@ from rollout_fleet.agents.verifiers_agent import agent
 from rollout_fleet.environments.builtin.openenv import OpenEnv
 from rollout_fleet.environments.description import check_environment
 from rollout_fleet.environments.isolation.process_backend import ProcessBackend, ProcessHost
-from rollout_fleet.environments.protocol import Budget
+from rollout_fleet.environments.protocol import Action, Budget
 from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
 from tests.rigs.redis_servers import free_port
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S, until
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, prompts_of, say
@@ -99,6 +101,19 @@ def test_an_error_of_the_server_fails_the_sample_with_its_words_and_sessions_end
 def test_a_server_that_is_not_there_fails_the_sample() -> None:
     sample, _ = play("http://127.0.0.1:9", ["x"])
     assert sample.stop_reason == "environment_error" and "127.0.0.1" in str(sample.error)
+
+
+async def test_a_server_that_answers_no_json_fails_the_sample_and_its_policy_hears_nothing() -> None:
+    class Socket:
+        async def send_str(self, _: str) -> None: ...
+
+        async def receive(self) -> Any:
+            return SimpleNamespace(data="<html>busy</html>", type=None)
+
+    environment = OpenEnv({}, seed=0, group_seed=0, url="http://127.0.0.1:9")
+    environment._socket = Socket()
+    with refused(RuntimeError, "ws://127.0.0.1:9/ws answered no JSON"):
+        await environment.step(Action('{"guess": 1}', ended=True))
 
 
 def test_the_environment_that_the_package_itself_makes_is_played(tmp_path: Path) -> None:

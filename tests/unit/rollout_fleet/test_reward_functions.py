@@ -5,6 +5,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -453,6 +454,12 @@ def test_a_built_in_judges(
 ) -> None:
     found = judged(getattr(reward_library, name), completion, row, **options)
     assert found == pytest.approx(reward)
+
+
+def test_an_answer_whose_comparison_is_ended_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_library, "MATH_S", 1e-3)
+    with ThreadPoolExecutor(1) as thread:  # the main thread compares by itself
+        assert thread.submit(judged, reward_library.math_verify, "2", {"answer": "2"}).result() == 0.0
 
 
 def test_length_penalty_counts_sampled_tokens() -> None:

@@ -42,6 +42,20 @@ def port() -> int:
         return free.getsockname()[1]
 
 
+def test_another_service_on_the_port_is_no_healthy_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def greet() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-other\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        assert not server._healthy(*other.getsockname())
+        thread.join()
+
+
 def test_vllm_gets_the_address_the_name_and_the_options() -> None:
     config = scorer(serve={"model": "/models/judge", "max_model_len": 64, "enforce_eager": False})
     words = server.command(config, "127.0.0.1", 8001, cpu=False)
