@@ -137,10 +137,9 @@ class RunningGroup:
         """For a heartbeat at `now` (monotonic seconds); about its oldest episode, those that wait for a slot last."""
         left = [e for e in self.episodes if e.state != "done"]
         running = [e for e in left if e.state != "queued"]
-        ended = Progress(
-            state="done" if self.handing_in else "scorer", since=max((e.since for e in self.episodes), default=now)
-        )
-        oldest = min(running or left, key=lambda e: e.since, default=ended if self.episodes else Progress(since=now))
+        after = "queued" if not self.episodes else "done" if self.handing_in else "scorer"  # where no episode is left
+        last = Progress(state=after, since=max((e.since for e in self.episodes), default=now))
+        oldest = min(running or left, key=lambda e: e.since, default=last)
         return GroupWork(
             serial=self.lease.task.serial,
             samples=self.lease.task.group_size,

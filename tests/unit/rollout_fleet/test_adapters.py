@@ -113,7 +113,7 @@ async def test_a_server_that_answers_no_json_fails_the_sample_and_its_policy_hea
     environment = OpenEnv({}, seed=0, group_seed=0, url="http://127.0.0.1:9")
     environment._socket = Socket()
     with refused(RuntimeError, "ws://127.0.0.1:9/ws answered no JSON"):
-        await environment.step(Action('{"guess": 1}', ended=True))
+        await environment.step(Action('{"guess": 1}', (1,), ended=True))
 
 
 def test_the_environment_that_the_package_itself_makes_is_played(tmp_path: Path) -> None:
