@@ -74,13 +74,15 @@ def routed(host: str, port: int = 1) -> Interface:
 
 
 def use_for_weights(config: Config, host: str) -> None:
-    """Let weights over NCCL travel on the interface with the address `host`, or that routes there; not on loopback.
+    """Let weights over NCCL travel on the interface with the address `host`, or that routes there.
 
+    With a trusted network a loopback `host` says nothing: the broker may be at the end of a tunnel.
     Left to itself NCCL takes any interface that is up, those named ib* first, and its sockets use all of them
     (ncclFindInterfaces in misc/socket.cc). Others may not reach those, and the trusted network may be another one.
     It reads the variable once, before the first group of the process.
     """
-    if config.weights.transport == "nccl" and host and not is_loopback(host):
+    says = host and not (is_loopback(host) and config.weights.network == "trusted")
+    if config.weights.transport == "nccl" and says:
         with suppress(UsageError):  # without a route NCCL chooses
             routed(host).use_for_nccl()
 

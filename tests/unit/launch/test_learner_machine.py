@@ -139,15 +139,22 @@ def test_collectives_keep_to_one_interface_by_its_whole_name(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("transport", "host", "found"), [("nccl", "10.0.0.1", "=ib7"), ("relay", "10.0.0.1", None), ("nccl", "::1", None)]
+    ("transport", "network", "host", "found"),
+    [
+        ("nccl", "trusted", "10.0.0.1", "=ib7"),
+        ("nccl", "untrusted", "::1", "=ib7"),
+        ("nccl", "trusted", "::1", None),
+        ("nccl", "trusted", "", None),
+        ("relay", "untrusted", "10.0.0.1", None),
+    ],
 )
-def test_weights_over_nccl_keep_to_the_interface_that_leads_to_the_other_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, host: str, found: str | None
+def test_weights_over_nccl_keep_to_the_interface_that_leads_to_the_other_roles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, network: str, host: str, found: str | None
 ) -> None:
     monkeypatch.delenv(NCCL, raising=False)
     monkeypatch.setattr(interface, "routed", lambda host: Interface("ib7", host))
     config = job(tmp_path)
-    weights = msgspec.structs.replace(config.weights, transport=transport)
+    weights = msgspec.structs.replace(config.weights, transport=transport, network=network)
     use_for_weights(msgspec.structs.replace(config, weights=weights), host)
     assert os.environ.get(NCCL) == found
 
