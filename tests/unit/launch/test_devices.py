@@ -10,7 +10,7 @@ import torch
 from common.config.checks import resolve_paths
 from common.config.loading import load_config
 from common.config.schema import Config
-from common.errors import UsageError
+from common.errors import SlipstreamError, UsageError
 from common.process import install
 from common.process.versions import INSTALL_BRIDGE, versions
 from launch.up import devices, ranks
@@ -115,6 +115,13 @@ def test_nothing_changes_without_a_gpu(machine: Path, tmp_path: Path, monkeypatc
     config = job(tmp_path)
     specs = role_specs(config, prepared(config), {})
     assert all(spec.argv[0] == sys.executable and devices.VISIBLE not in spec.env for spec in specs)
+
+
+def test_gpus_that_do_not_answer_are_no_missing_gpus(machine: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(devices, "NVIDIA_SMI_S", 0.2)
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 600\n")
+    with refused(SlipstreamError, "nvidia-smi", "0.2 s"):
+        assign(job(tmp_path), {}, machine)
 
 
 def test_roles_with_gpus_keep_all_cores_of_a_small_machine(
