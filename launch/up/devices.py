@@ -167,6 +167,10 @@ def assign(
     if share and config.weights.transport == "nccl" and HOST_ID not in environ:
         fix = f"set weights.transport=gloo; or set {HOST_ID} to any name, NCCL_SOCKET_IFNAME=lo and NCCL_IB_DISABLE=1"
         raise UsageError(f"--share-gpus: NCCL refuses two processes on one GPU; {fix}")
+    if share and config.rollout.nodes and config.rollout.engine.kv_cache_mib is None:
+        why = "without it the engine takes a share of the GPU's memory, while the learner allocates its own"
+        fix = "set it to the size of the engine's KV cache in MiB, for example 20480"
+        raise UsageError(f"--share-gpus: rollout.engine.kv_cache_mib is unset; {why}; {fix}")
     places: dict[str, Place] = {}
     here = driver()
     needed = 0
