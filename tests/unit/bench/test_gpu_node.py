@@ -46,7 +46,8 @@ def test_bare_vllm_and_a_node_start_with_the_same_batch_and_without_warm_up(
     engine = job._config(Path("job"), Path("model"), {})["rollout"]["engine"]
     assert engine.keys() <= set(EngineConfig.__struct_fields__)
     assert asked["max_num_batched_tokens"] == engine["max_batched_tokens"] == 8192
-    assert asked.get("kernel_config") == ({"enable_jit_warmup": False} if cuda else None)
+    off = {"enable_jit_warmup": False, "enable_flashinfer_autotune": False}
+    assert asked.get("kernel_config") == (off if cuda else None)
 
 
 def test_on_a_cpu_bare_vllm_takes_the_batch_that_a_node_takes_by_itself() -> None:

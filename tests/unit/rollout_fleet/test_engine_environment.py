@@ -87,15 +87,16 @@ def test_a_share_of_a_gpu_is_asked_for_only_where_it_decides_the_size_of_the_cac
 
 
 @pytest.mark.slow
-def test_an_engine_on_a_gpu_compiles_no_unused_features_at_its_start_unless_it_is_asked_to() -> None:
+def test_an_engine_on_a_gpu_prepares_no_unused_kernels_at_its_start_unless_it_is_asked_to() -> None:
     from vllm.config.kernel import KernelConfig
 
-    def warm_up(on_cpu: bool, **engine: Any) -> bool:
+    def prepares(on_cpu: bool, **engine: Any) -> tuple[bool, bool]:
         arguments = Engine(job(**engine), stop_token_ids=[])._arguments(on_cpu)
-        return KernelConfig(**arguments.get("kernel_config", {})).enable_jit_warmup
+        kernels = KernelConfig(**arguments.get("kernel_config", {}))
+        return kernels.enable_jit_warmup, kernels.enable_flashinfer_autotune is not False  # None: vLLM decides
 
-    assert not warm_up(False)
-    assert warm_up(False, extra={"kernel_config": {}}) and warm_up(True)
+    assert prepares(False) == (False, False)
+    assert prepares(False, extra={"kernel_config": {}}) == prepares(True) == (True, True)
 
 
 @pytest.mark.slow
