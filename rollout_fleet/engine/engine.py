@@ -214,6 +214,7 @@ class Engine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        engine_start.register_models(engine_start.architectures_of(Path(self._config.model.path)) or ())
         watched = self._config.rollout.concurrency == "auto"  # costs some time at every engine step
         loggers = [scheduler_stats.stat_logger(self.counters, lambda: self.weights.half_flips)] if watched else None
         arguments = AsyncEngineArgs(**self._arguments(on_cpu))
