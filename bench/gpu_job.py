@@ -1,8 +1,9 @@
 """The quickstart's task with learner and engine on one GPU: python bench/gpu_job.py --output FILE [--model 0.6b].
 
 A model with random weights is warm-started by `slipstream sft`. Then the same job runs synchronously and at other
-values of staleness.max: samples per second, step time, waits, and the reward over time. The jobs start at once, and
-their episodes wait; then one after the other runs. The last one runs until its time is over: it is the learning curve.
+values of staleness.max: samples per second, step time, waits, and the reward over time. The first job starts alone,
+since it fills vLLM's caches, then the others. Their episodes wait; then one after the other runs. A job's time counts
+from the end of its first steps, which compile. The last one runs until its time is over: it is the learning curve.
 The floor of an asynchronous step is the longer part of a synchronous one, generation or training.
 
 The result has the commands and the metrics of every step. `--short` is the quickstart's own tiny model for a few steps;
@@ -10,11 +11,12 @@ without a GPU it runs on the CPU.
 """
 
 import json
+import os
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import msgspec
 import yaml
-from gpu_node import CAPTURED, DECODE, QWEN3_0_6B
+from gpu_node import CAPTURED, DECODE, QWEN3_0_6B, attention_libraries
 
+from common.errors import SlipstreamError
+from common.process.run_dir import RunDir
+from launch.checks.selftest import ENGINE_LOG, ends_of_logs
+from launch.observe.observation import observe
+from launch.resolve_target import Target
 from launch.up.devices import interpreter
 from tests.rigs.processes import Command
 
@@ -49,6 +57,7 @@ class Size:
     groups: int = 64
     warm_steps: int = 330  # x sequences = the demonstrations, once
     sequences: int = 64
+    micro_batch_tokens: int = 16384
 
 
 SIZES = {
@@ -57,7 +66,7 @@ SIZES = {
         "vocab_size": 128, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.02,
     }, 1e-3, 1e-4, 1024),
-    "0.6b": Size(QWEN3_0_6B, 3e-4, 3e-5, 4096),
+    "0.6b": Size(QWEN3_0_6B, 3e-4, 3e-5, 4096, micro_batch_tokens=8192),  # log-probabilities of 151,936 words each
 }  # fmt: skip
 
 
@@ -115,13 +124,13 @@ def config(folder: Path, size: Size, staleness: int, options: harness.Options, c
     }  # fmt: skip
     made["evaluation"]["datasets"] = [str(data / "held_out.jsonl")]
     made["staleness"]["max"] = staleness
-    made["learner"]["groups_per_step"] = size.groups
+    made["learner"] |= {"groups_per_step": size.groups, "micro_batch_tokens": size.micro_batch_tokens}
     made["learner"]["optimizer"]["lr"] = size.lr
     made["learner"]["checkpoint"]["every"] = 1 << 20
     made["rollout"]["concurrency"] = samples
     made["rollout"]["engine"] |= {"max_num_seqs": samples, "kv_cache_mib": size.kv_cache_mib}
     if cuda:
-        made["weights"]["bucket_mib"] = 64
+        made["weights"] |= {"bucket_mib": 64, "timeout_s": 60.0}  # kernels are compiled while the first one is proven
         extra = {"attention_backend": options.attention} if options.attention else {}
         if not options.eager:
             captured = [*CAPTURED, *range(CAPTURED[-1] + 64, samples + 1, 64)]
@@ -133,14 +142,20 @@ def config(folder: Path, size: Size, staleness: int, options: harness.Options, c
 
 
 @contextmanager
-def jobs(folder: Path, size: Size, options: harness.Options, cuda: bool) -> Iterator[dict[int, Command]]:
-    """All jobs, on their way up."""
+def jobs(
+    folder: Path, size: Size, options: harness.Options, cuda: bool, part: Callable[[str, Callable[[], Any]], Any]
+) -> Iterator[dict[int, Command]]:
+    """All jobs, up. One that does not come up is an error of its `part`."""
+    variables = {"PYTHONPATH": harness.python_path(), ENGINE_LOG: os.environ.get(ENGINE_LOG, "INFO")}
     with ExitStack() as stack:
         found = {}
-        for staleness in options.staleness:
-            words = ["up", str(config(folder, size, staleness, options, cuda)), "--share-gpus", "--plain"]
-            command = Command(folder, f"up-{staleness}", *words, PYTHONPATH=harness.python_path())
-            found[staleness] = stack.enter_context(command)
+        for together in (options.staleness[:1], options.staleness[1:]):
+            for staleness in together:
+                words = ["up", str(config(folder, size, staleness, options, cuda)), "--share-gpus", "--plain"]
+                found[staleness] = stack.enter_context(Command(folder, f"up-{staleness}", *words, **variables))
+            end = time.monotonic() + options.start_s
+            for staleness in together:
+                part(f"start_{staleness}", partial(come, folder, staleness, found[staleness], end))
         yield found
 
 
@@ -152,11 +167,31 @@ def come(folder: Path, staleness: int, command: Command, end: float) -> dict[str
         if command.process.poll() is not None or time.monotonic() > end:
             logs = [(folder / f"staleness-{staleness}/logs").glob(name) for name in ("[!r]*.log", "rollout-*.log")]
             said = [path.read_text(errors="replace")[-600:] for path in logs[0]]
-            said += [path.read_text(errors="replace")[-4000:] for path in logs[1]]  # with what the engine says
+            said += [path.read_text(errors="replace")[-5000:] for path in logs[1]]  # with what the engine says
+            joined = json.dumps(join_times(folder / f"staleness-{staleness}"))
             command.__exit__()
-            raise RuntimeError("\n".join([command.output()[-300:], *said]))
+            raise RuntimeError("\n".join([command.output()[-300:], *said, f"seconds of its node to: {joined}"]))
         time.sleep(LOOK_S)
     return {"waited_s": round(time.monotonic() - began, 1)}
+
+
+def join_times(run: Path) -> dict[str, Any]:
+    """When each node of a job reached each stage of its start; {} where its broker does not answer."""
+    try:
+        nodes = observe(Target(RunDir(run))).status.nodes
+    except SlipstreamError:
+        return {}
+    return {node.report.node_id: msgspec.to_builtins(node.report.joined) for node in nodes}
+
+
+def steps_within(metrics: Path, steps: int, seconds: float, command: Command) -> int:
+    """The steps that a job has made when these are made, the seconds are over, or it has ended."""
+    end = time.monotonic() + seconds
+    while True:
+        made = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+        if made >= steps or time.monotonic() >= end or command.process.poll() is not None:
+            return made
+        time.sleep(LOOK_S)
 
 
 def run(folder: Path, size: Size, staleness: int, command: Command, options: harness.Options) -> dict[str, Any]:
@@ -165,19 +200,22 @@ def run(folder: Path, size: Size, staleness: int, command: Command, options: har
     metrics = folder / name / "metrics.jsonl"
     last = staleness == options.staleness[-1]
     most_s, steps = (options.curve_s, options.steps) if last else (options.seconds, options.compared)
-    opened_s, end = time.time(), time.monotonic() + most_s
+    opened_s = time.time()
     (folder / f"{name}.gate").touch()
-    while time.monotonic() < end and command.process.poll() is None:
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= steps:
-            break
-        time.sleep(LOOK_S)
-    said = command.output()
+    made = steps_within(metrics, LEFT_OUT, options.compile_s, command)
+    if made >= LEFT_OUT:
+        steps_within(metrics, steps, most_s, command)
+    joined, said = join_times(folder / name), command.output()
     command.__exit__()
+    if made < LEFT_OUT:
+        late = f"{made} of the first {LEFT_OUT} steps, which compile kernels, in {options.compile_s:g} s"
+        raise RuntimeError(f"{late}:\n{said}{ends_of_logs(folder / name)}")
     lines = harness.json_lines(metrics) if metrics.exists() else []
     if len(lines) <= LEFT_OUT:
-        raise RuntimeError(f"{len(lines)} steps in {most_s:g} s:\n{said}")
+        raise RuntimeError(f"no step in {most_s:g} s after the first {LEFT_OUT}:\n{said}")
     return figures_of(harness.Job(folder / name, lines), opened_s, size) | {
         "command": f"slipstream up {name}.yaml --share-gpus --plain",
+        "joined": joined,
         "config": yaml.safe_load((folder / f"{name}.yaml").read_text()),
         "metrics": [{key: line[key] for key in KEPT if key in line} for line in lines],
     }
@@ -211,7 +249,7 @@ def floor(synchronous: dict[str, Any]) -> dict[str, float]:
 
 @harness.script(
     output=str, short={"action": "store_true"}, model="50m", staleness=[0, 1, 4], compared=25, seconds=20.0,
-    steps=200, curve_s=60.0, warm_s=90.0, start_s=90.0, attention="", eager={"action": "store_true"},
+    steps=200, curve_s=60.0, warm_s=200.0, start_s=200.0, compile_s=120.0, attention="", eager={"action": "store_true"},
 )  # fmt: skip
 def main(options: harness.Options) -> harness.Figures:
     import torch
@@ -223,16 +261,14 @@ def main(options: harness.Options) -> harness.Figures:
     size, folder = SIZES[options.model], harness.scratch()
     figures: harness.Figures = {"rounds": 1, "python": sys.version}
     part = partial(harness.part, options, figures)
+    if cuda:
+        part("attention_libraries", attention_libraries)
     part("assets", lambda: made_assets(folder / "assets", size, cuda))
     part("warm_start", lambda: warm_started(folder, size, options, cuda))
-    if "error" in figures["warm_start"]:  # the rates are still of interest
-        (folder / "sft").mkdir(exist_ok=True)
-        shutil.copytree(folder / "assets/model", folder / "sft/model", dirs_exist_ok=True)
+    if "error" in figures["warm_start"]:
+        return figures  # which ends the script with 1: no job can learn from random weights
 
-    with jobs(folder, size, options, cuda) as commands:
-        end = time.monotonic() + options.start_s
-        for staleness, command in commands.items():  # all of them, before one is measured
-            part(f"start_{staleness}", partial(come, folder, staleness, command, end))
+    with jobs(folder, size, options, cuda, part) as commands:
         for staleness, command in commands.items():
             if "error" not in figures[f"start_{staleness}"]:
                 part(f"staleness_{staleness}", partial(run, folder, size, staleness, command, options))

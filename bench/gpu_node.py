@@ -17,6 +17,7 @@ The windows take 6 minutes with all kinds, and 3.5 with two.
 `--graphs full` leaves vLLM's own choice, which compiles; `decode` captures decoding only and compiles nothing.
 """
 
+import json
 import statistics
 import tempfile
 import threading
@@ -35,6 +36,9 @@ from node_throughput import Served, bare
 from random_qwen3 import Model
 from talk import Serving, Shape
 
+from launch.checks.selftest import ends_of_logs
+from launch.up.devices import interpreter
+
 QWEN3_0_6B = Model("0.6B", 28, 151936).keys() | {"initializer_range": 0.02}
 SAMPLES = Shape(turns=1, answer=512, cut=1.0, prompt=128, observation=0, requests=256)
 SHORT = Shape(turns=1, answer=32, cut=1.0, prompt=16, observation=0, requests=32)
@@ -44,6 +48,22 @@ KINDS = ["graphs async", "eager async", "graphs plain", "eager plain"]
 BATCHED = 8192  # tokens of a step, on both sides; the default of a node on an H100
 STEP = 2  # groups that this process takes at once
 COPIES = 5
+LIBRARIES = """
+import json, torch
+from importlib.util import find_spec
+from pathlib import Path
+folder, said = Path(find_spec("vllm").origin).with_name("vllm_flash_attn"), {}
+for version in "32":
+    try:
+        torch.ops.load_library([*folder.glob(f"_vllm_fa{version}_C*.so")][0])
+        found = "loads"
+    except IndexError:
+        found = "is not installed"
+    except OSError as error:
+        found = f"does not load: {error}"
+    said[f"FlashAttention {version}"] = found
+print(json.dumps(said))
+"""
 
 
 class Node(talk.NodeJob):
@@ -96,6 +116,13 @@ class Flipping:
     def close(self) -> None: ...
 
 
+def attention_libraries() -> dict[str, str]:
+    """Which of vLLM's attention libraries load in the nodes' environment. Without any, engines use slower kernels."""
+    found: dict[str, str] = json.loads(harness.command(interpreter("rollout")[1], "-c", LIBRARIES))
+    print("attention:", ", ".join(f"{name} {state}" for name, state in found.items()), flush=True)
+    return found
+
+
 def serving(kind: str, options: harness.Options, cuda: bool) -> Serving:
     """How the engines of `kind` compute: one of KINDS, and `fp8` where nodes round their weights."""
     graphs, scheduling, *rounded = kind.split()
@@ -115,7 +142,7 @@ def started(kind: str, folder: Path, shape: Shape, options: harness.Options, cud
     if kind == "bare":
         side: talk.Side = Served(bare, folder / "model", shape, engine)
     else:
-        own = folder / kind.replace(" ", "-")
+        own = own_folder(folder, kind)
         weights = {"bucket_mib": options.bucket_mib}
         side = Node(own, folder / "model", shape, step=STEP, weights=weights, serving=engine, staleness=1 << 20)
     while side.tokens() < shape.requests * shape.answer // 2:
@@ -123,6 +150,10 @@ def started(kind: str, folder: Path, shape: Shape, options: harness.Options, cud
     side.settle()
     talk.stop(side.processes)
     return side
+
+
+def own_folder(folder: Path, kind: str) -> Path:
+    return folder / kind.replace(" ", "-")
 
 
 def copy_ms(size_bytes: int) -> float | None:
@@ -178,17 +209,22 @@ def row(name: str, figures: harness.Figures) -> dict[str, Any]:
 
 @contextmanager
 def sides(options: harness.Options, figures: harness.Figures, cuda: bool) -> Iterator[dict[str, talk.Side]]:
-    """All sides, warm and stopped; they start at once. One that does not come up is an error in the figures."""
+    """All sides, warm and stopped. One that does not come up is an error in the figures.
+
+    The first one starts alone: it fills vLLM's caches, which the others would fill at the same time.
+    """
     shape, kinds = (SHORT if options.short else SAMPLES), options.kinds if cuda else ["eager plain"]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:
         folder, found = Path(made), dict[str, talk.Side]()
         harness.part(options, figures, "model", partial(_build, folder / "model", shape, options.short, cuda))
-        end = time.monotonic() + options.start_s
-        starts = {kind: begun(partial(started, kind, folder, shape, options, cuda)) for kind in ["bare", *kinds]}
-        for kind, start in starts.items():
-            if harness.part(options, figures, f"start of {kind}", partial(_come, start, end)) is not None:
-                found[kind] = start.result()
-        _kill_others(found)  # those that did not come up
+        for together in (["bare"], kinds):
+            end = time.monotonic() + options.start_s
+            starts = {kind: begun(partial(started, kind, folder, shape, options, cuda)) for kind in together}
+            for kind, start in starts.items():
+                come = partial(_come, start, end, own_folder(folder, kind))
+                if harness.part(options, figures, f"start of {kind}", come) is not None:
+                    found[kind] = start.result()
+            _kill_others(found)  # those that did not come up
         try:
             yield found
         finally:
@@ -223,9 +259,13 @@ def begun(work: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def _come(start: Future[Any], end: float) -> dict[str, float]:
+def _come(start: Future[Any], end: float, folder: Path) -> dict[str, float]:
+    """Wait until a side is ready; raises RuntimeError with the ends of its logs after monotonic `end`."""
     began = time.monotonic()
-    start.result(max(1.0, end - time.monotonic()))
+    try:
+        start.result(max(1.0, end - time.monotonic()))
+    except TimeoutError:
+        raise RuntimeError(f"not ready in time{ends_of_logs(folder)}") from None
     return {"waited_s": round(time.monotonic() - began, 1)}
 
 
@@ -239,7 +279,7 @@ def _kill_others(found: dict[str, talk.Side]) -> None:
 
 
 @harness.script(
-    output=str, short={"action": "store_true"}, windows=4, seconds=10.0, start_s=90.0, kinds=KINDS, graphs="decode",
+    output=str, short={"action": "store_true"}, windows=4, seconds=10.0, start_s=200.0, kinds=KINDS, graphs="decode",
     attention="", bucket_mib=64,
 )  # fmt: skip
 def main(options: harness.Options) -> harness.Figures:
@@ -249,6 +289,8 @@ def main(options: harness.Options) -> harness.Figures:
     if options.short:
         options.windows, options.seconds, options.kinds = 1, min(options.seconds, 2.0), options.kinds[:2]
     figures: harness.Figures = {"rounds": options.windows}
+    if cuda:
+        harness.part(options, figures, "attention_libraries", attention_libraries)
     with sides(options, figures, cuda) as found:
         views = {f"{name}, flips": Flipping(side) for name, side in found.items() if isinstance(side, Node)}
         for number in range(options.windows):

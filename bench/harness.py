@@ -393,12 +393,16 @@ def python_path() -> str:
 
 
 def command(*words: object, timeout_s: float = 3600, cwd: Path = ROOT, **environment: str) -> str:
-    """Run WORDS in `cwd` and return its output; raises RuntimeError with the output's tail."""
+    """Run WORDS in `cwd` and return its output; raises RuntimeError with the output's tail, also after `timeout_s`."""
     line = [str(word) for word in words]
     paths = {"PYTHONPATH": python_path()}
-    done = subprocess.run(
-        line, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, **paths, **environment}
-    )
+    env = {**os.environ, **paths, **environment}
+    try:
+        done = subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, env=env)
+    except subprocess.TimeoutExpired as error:
+        said = b"".join(part[-4000:] for part in (error.stdout, error.stderr) if isinstance(part, bytes))
+        late = f"{' '.join(line)} still ran after {timeout_s:g} s"
+        raise RuntimeError(f"{late}\n{said.decode(errors='replace')}") from None
     if done.returncode != 0:
         tail = f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
         raise RuntimeError(f"{' '.join(line)} exited with {done.returncode}\n{tail}")

@@ -32,7 +32,10 @@ SHAPES = {  # turns: long answers at once, some turns, and many turns whose cont
     "sixteen": Shape(turns=16, answer=32, prompt=64, observation=64, requests=64),
 }
 # As the node: vLLM starts only where this share of a GPU is free, although its cache's size is given.
-ON_CUDA: dict[str, Any] = {"gpu_memory_utilization": 0.01, "kernel_config": {"enable_jit_warmup": False}}
+ON_CUDA: dict[str, Any] = {
+    "gpu_memory_utilization": 0.01,
+    "kernel_config": {"enable_jit_warmup": False, "enable_flashinfer_autotune": False},
+}
 ON_CPU = Serving()
 QUIET = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 PLAIN = {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -27,6 +27,7 @@ from rich.console import Console
 from common.config.parallel_layout import PLAIN
 from common.errors import EXIT_DONE, EXIT_FAILED, UsageError, nearest
 from common.process.install import SOURCES
+from common.process.logs import last_lines
 from common.process.versions import versions
 from launch.checks.findings import Level, show_line
 from launch.checks.machine import Machine, look, pins_of
@@ -38,6 +39,7 @@ RESUME = "tests/integration/learner/test_resume.py"
 RANKS = "SLIPSTREAM_TEST_RANKS"
 STEPS = "SLIPSTREAM_TEST_STEPS"
 PACE = "SLIPSTREAM_TEST_PACE"
+ENGINE_LOG = "VLLM_LOGGING_LEVEL"
 FEWEST_RANKS = 2  # Layouts have so many ranks, which share a GPU where there are fewer.
 MOST_RANKS = 8
 SUMS = 20_000  # A layout needs about 1,000 collectives, and about 15 layouts have two ranks.
@@ -46,6 +48,7 @@ JOINED_S = 15.0  # Limits are for a GPU on which two processes meet within this 
 END_S = 30.0  # for an item's processes to end
 FIND = "import sys; from importlib.util import find_spec as f; print(', '.join(n for n in sys.argv[1:] if not f(n)))"
 MOST_CHARACTERS = 2000  # A failed test's report is cut to its end.
+LOG_LINES = 15  # A log of an item that ran too long is cut to its end.
 State = Literal["passed", "failed", "not applicable"]
 LEVELS: dict[State, Level] = {"passed": "fine", "failed": "problem", "not applicable": "skipped"}
 
@@ -66,14 +69,23 @@ class Item:
 
 
 def items(machine: Machine) -> tuple[Item, ...]:
+    """In their order. On a GPU the whole job runs first, so that no other item takes its time."""
     ranks = str(min(MOST_RANKS, max(FEWEST_RANKS, len(machine.gpus))))
     megatron = ("torch", "megatron")
     engine = ("torch", "vllm")
     weights = ("tests/contract/test_weight_transports.py", *(["-k", "nccl"] if machine.gpus else []))
     killed = (RESUME, "-k", "killed_with_9_at_any_moment")
     flips = ("tests/integration/test_engine_weights.py",)
-    quickstart = ("tests/integration/jobs/test_quickstart.py",)
-    return (
+    job = Item(
+        "quickstart",
+        "40 steps of the quickstart",
+        ("tests/integration/jobs/test_quickstart.py",),
+        engine,
+        role="rollout",
+        env={STEPS: "40", ENGINE_LOG: os.environ.get(ENGINE_LOG, "INFO")},
+        limit_s=450,  # Where nothing is cached, vLLM compiles kernels for minutes.
+    )
+    parts = (
         Item("parity", "Megatron against Hugging Face, float32 and bfloat16", (PARITY,), megatron, env={RANKS: "1"}),
         Item(
             "layouts",
@@ -95,16 +107,8 @@ def items(machine: Machine) -> tuple[Item, ...]:
         Item("checkpoint", "saved, killed with -9, resumed", killed, megatron, limit_s=240),
         Item("weights", "weight transports and their faults", weights, ("torch",)),
         Item("engine", "vLLM: labels, flips, canary, read-back", flips, engine, "rollout"),
-        Item(
-            "quickstart",
-            "40 steps of the quickstart",
-            quickstart,
-            engine,
-            role="rollout",
-            env={STEPS: "40"},
-            limit_s=240,
-        ),
     )
+    return (job, *parts) if machine.gpus else (*parts, job)
 
 
 class Result(msgspec.Struct):
@@ -270,6 +274,14 @@ def _read(result: Result, folder: Path, ended: int | None, limit_s: float) -> No
         output = (folder / "output").read_text(errors="replace")[-MOST_CHARACTERS:]
         late = f"ended after {limit_s:.0f} s\n" if ended is None else ""
         result.why = late + (reports[0] if reports else output)
+        if late:
+            result.why += ends_of_logs(folder)
+
+
+def ends_of_logs(folder: Path) -> str:
+    """The last lines of each log under this folder, which say how far the roles of a job came."""
+    logs = sorted(folder.glob("**/*.log"))
+    return "".join("\n".join(["", f"{log.relative_to(folder)}:", *last_lines(log, LOG_LINES)]) for log in logs)
 
 
 def show(console: Console, result: Result) -> None:

@@ -16,14 +16,14 @@ from itertools import islice
 from pathlib import Path
 
 from common.config.schema import BaseConfig, Config
-from common.errors import Problem, UsageError
+from common.errors import Problem, SlipstreamError, UsageError
 from common.process.install import environments_folder
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 HOST_ID = "NCCL_HOSTID"
 FP8_CAPABILITY = 8.9  # GPUs below it have no products in FP8
 DRIVERS = {12: 525, 13: 580}  # the oldest driver of each CUDA, by their first numbers: NVIDIA's CUDA release notes
-NVIDIA_SMI_S = 10.0
+NVIDIA_SMI_S = 60.0  # Without persistence mode the first call initialises every GPU.
 SMALL_MACHINE_CORES = 16  # with more, the operating system has room to choose
 Cores = frozenset[int] | None  # None: free to run anywhere
 
@@ -51,7 +51,10 @@ def plan_cores(cores: list[int], learner_threads: int, node_threads: list[int]) 
 
 
 def list_gpus() -> list[tuple[str, str]]:
-    """(UUID, name) of the GPUs of this machine, in nvidia-smi's order; [] where there is no driver."""
+    """(UUID, name) of the GPUs of this machine, in nvidia-smi's order; [] where there is no driver.
+
+    Raises SlipstreamError when nvidia-smi does not answer, as all functions here that ask it.
+    """
     rows = [line.partition(",") for line in _nvidia_smi("uuid,name")]
     return [(uuid.strip(), name.strip()) for uuid, _, name in rows]
 
@@ -91,9 +94,14 @@ def rounding_problems(config: BaseConfig) -> Iterator[Problem]:
 
 def _nvidia_smi(fields: str) -> Iterator[str]:
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    with suppress(OSError, subprocess.SubprocessError):
+    try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True)
-        yield from filter(str.strip, done.stdout.splitlines())
+    except subprocess.TimeoutExpired:
+        what = f"nvidia-smi did not answer within {NVIDIA_SMI_S:g} s, so the GPUs of this machine are unknown"
+        raise SlipstreamError(f"{what}; run `nvidia-smi`, and try again when it answers") from None
+    except (OSError, subprocess.SubprocessError):
+        return
+    yield from filter(str.strip, done.stdout.splitlines())
 
 
 def visible_devices(gpus: Sequence[tuple[str, str]], visible: str | None) -> list[str]:
@@ -159,6 +167,10 @@ def assign(
     if share and config.weights.transport == "nccl" and HOST_ID not in environ:
         fix = f"set weights.transport=gloo; or set {HOST_ID} to any name, NCCL_SOCKET_IFNAME=lo and NCCL_IB_DISABLE=1"
         raise UsageError(f"--share-gpus: NCCL refuses two processes on one GPU; {fix}")
+    if share and config.rollout.nodes and config.rollout.engine.kv_cache_mib is None:
+        why = "without it the engine takes a share of the GPU's memory, while the learner allocates its own"
+        fix = "set it to the size of the engine's KV cache in MiB, for example 20480"
+        raise UsageError(f"--share-gpus: rollout.engine.kv_cache_mib is unset; {why}; {fix}")
     places: dict[str, Place] = {}
     here = driver()
     needed = 0

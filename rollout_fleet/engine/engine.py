@@ -214,6 +214,7 @@ class Engine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        engine_start.register_models(engine_start.architectures_of(Path(self._config.model.path)) or ())
         watched = self._config.rollout.concurrency == "auto"  # costs some time at every engine step
         loggers = [scheduler_stats.stat_logger(self.counters, lambda: self.weights.half_flips)] if watched else None
         arguments = AsyncEngineArgs(**self._arguments(on_cpu))
@@ -256,8 +257,9 @@ class Engine:
                 arguments["attention_backend"] = "CPU_MLA"  # without latent attention nothing changes
         else:
             arguments["moe_backend"] = "triton"  # others reorder the experts when loaded: no updates in place, no proof
-            # It would compile every feature of the samplers, used or not, at the first start on a machine.
-            arguments["kernel_config"] = {"enable_jit_warmup": False}
+            # The first would compile every feature of the samplers, used or not, at the first start on a machine.
+            # The second would try ways of FlashInfer's products, which bfloat16 and Triton's experts do not use.
+            arguments["kernel_config"] = {"enable_jit_warmup": False, "enable_flashinfer_autotune": False}
             if engine.kv_cache_mib is not None:  # vLLM would still refuse to start with less than the share free
                 arguments["gpu_memory_utilization"] = LEAST_SHARE
         if self._profiles is not None:

@@ -57,9 +57,7 @@ def import_ahead(model: Path, has_workers: bool = False) -> None:
     """
     if threading.active_count() > 1:  # those of numpy's library are no matter: it ends them around a fork
         return
-    try:
-        architectures = json.loads((model / "config.json").read_bytes()).get("architectures") or ()
-    except (OSError, ValueError, AttributeError):
+    if (architectures := architectures_of(model)) is None:
         return
     import_vllm(architectures)
     from vllm.v1.engine import utils
@@ -67,6 +65,14 @@ def import_ahead(model: Path, has_workers: bool = False) -> None:
     EngineProcess.has_workers = has_workers
     serve_forks()
     utils.get_mp_context = EngineContext  # type: ignore[assignment]
+
+
+def architectures_of(model: Path) -> Sequence[str] | None:
+    """The classes that a model folder's config.json names; None for a folder that is no model."""
+    try:
+        return json.loads((model / "config.json").read_bytes()).get("architectures") or ()
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def import_vllm(architectures: Sequence[str]) -> None:
@@ -83,7 +89,10 @@ def import_vllm(architectures: Sequence[str]) -> None:
 
 
 def register_models(architectures: Sequence[str]) -> None:
-    """Import vLLM's classes; else it looks at each in a Python of its own."""
+    """Import vLLM's classes; else it looks at each in a Python of its own, which imports vLLM for 10 s and more.
+
+    vLLM fears that the import uses CUDA, after which no fork could. No engine process of ours is forked on a GPU.
+    """
     from vllm import ModelRegistry
 
     for name in architectures:

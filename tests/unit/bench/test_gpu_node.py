@@ -46,7 +46,8 @@ def test_bare_vllm_and_a_node_start_with_the_same_batch_and_without_warm_up(
     engine = job._config(Path("job"), Path("model"), {})["rollout"]["engine"]
     assert engine.keys() <= set(EngineConfig.__struct_fields__)
     assert asked["max_num_batched_tokens"] == engine["max_batched_tokens"] == 8192
-    assert asked.get("kernel_config") == ({"enable_jit_warmup": False} if cuda else None)
+    off = {"enable_jit_warmup": False, "enable_flashinfer_autotune": False}
+    assert asked.get("kernel_config") == (off if cuda else None)
 
 
 def test_on_a_cpu_bare_vllm_takes_the_batch_that_a_node_takes_by_itself() -> None:
@@ -83,3 +84,52 @@ def windows(number: int) -> dict[str, Any]:
 def test_tokens_per_flip_need_several_windows() -> None:
     assert "tokens_lost_per_flip" not in gpu_node.row("a", windows(1))
     assert gpu_node.row("a", windows(2))["tokens_lost_per_flip"] == 20
+
+
+def test_bare_vllm_is_ready_before_the_nodes_start_and_a_late_side_shows_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    class Start:
+        def __init__(self, work: Any) -> None:
+            self.kind = work.args[0]
+            order.append(f"{self.kind} starts")
+
+        def result(self, timeout: float = 0.0) -> Any:
+            if self.kind == "eager plain":
+                raise TimeoutError
+            order.append(f"{self.kind} is ready") if timeout else None
+            return SimpleNamespace(processes=[])
+
+    def logs(folder: Path) -> str:
+        assert folder.name == "eager-plain"
+        return "the end of its log"
+
+    monkeypatch.setattr(gpu_node, "_build", lambda *_: {})
+    monkeypatch.setattr(gpu_node, "_kill_others", lambda _: None)  # they are other tests' here
+    monkeypatch.setattr(gpu_node, "begun", Start)
+    monkeypatch.setattr(gpu_node, "ends_of_logs", logs)
+    kinds = ["graphs async", "eager plain"]
+    options: Any = SimpleNamespace(short=True, kinds=kinds, start_s=200.0, output="", dry=False)
+    figures: dict[str, Any] = {}
+    with gpu_node.sides(options, figures, True) as found:
+        assert [*found] == ["bare", "graphs async"]
+    starts = ["bare starts", "bare is ready", "graphs async starts", "eager plain starts", "graphs async is ready"]
+    assert order == starts
+    assert "the end of its log" in figures["start of eager plain"]["error"]
+
+
+def test_the_attention_libraries_that_load_are_said_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    libraries = tmp_path / "vllm" / "vllm_flash_attn"
+    libraries.mkdir(parents=True)
+    (libraries.parent / "__init__.py").touch()
+    (libraries / "_vllm_fa3_C.abi3.so").write_text("for another torch")
+    monkeypatch.setattr(gpu_node, "interpreter", lambda role: (None, sys.executable))
+    monkeypatch.setattr(gpu_node.harness, "python_path", lambda: str(tmp_path))
+    found = gpu_node.attention_libraries()
+    assert found["FlashAttention 3"].startswith("does not load: ")
+    assert found["FlashAttention 2"] == "is not installed"
+    assert capsys.readouterr().out.startswith("attention: FlashAttention 3 does not load: ")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import harness
 import pytest
 
 from tests.rigs.processes import OURS, ROOT
@@ -38,3 +39,12 @@ def test_a_script_writes_all_parts_and_exits_with_1_if_one_failed(tmp_path: Path
     result = json.loads(output.read_text())
     assert result["good"] == {"s": 1.0}
     assert [result[name]["error"] for name in bad] == [f"RuntimeError: {name}" for name in bad]
+
+
+def test_a_command_that_runs_too_long_shows_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(line: list[str], **_: object) -> None:
+        raise subprocess.TimeoutExpired(line, 90, output=b"step 7", stderr=None)
+
+    monkeypatch.setattr(harness.subprocess, "run", late)
+    with pytest.raises(RuntimeError, match="sft still ran after 90 s\nstep 7"):
+        harness.command("sft", timeout_s=90)

@@ -10,7 +10,7 @@ import torch
 from common.config.checks import resolve_paths
 from common.config.loading import load_config
 from common.config.schema import Config
-from common.errors import UsageError
+from common.errors import SlipstreamError, UsageError
 from common.process import install
 from common.process.versions import INSTALL_BRIDGE, versions
 from launch.up import devices, ranks
@@ -51,6 +51,7 @@ def environment(prefix: Path, cuda: str | None) -> None:
 
 
 GLOO = ("weights.transport=gloo", "weights.buffers=host")
+CACHE = "rollout.engine.kv_cache_mib=64"
 
 
 def job(tmp_path: Path, *overrides: str) -> Config:
@@ -117,11 +118,18 @@ def test_nothing_changes_without_a_gpu(machine: Path, tmp_path: Path, monkeypatc
     assert all(spec.argv[0] == sys.executable and devices.VISIBLE not in spec.env for spec in specs)
 
 
+def test_gpus_that_do_not_answer_are_no_missing_gpus(machine: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(devices, "NVIDIA_SMI_S", 0.2)
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 600\n")
+    with refused(SlipstreamError, "nvidia-smi", "0.2 s"):
+        assign(job(tmp_path), {}, machine)
+
+
 def test_roles_with_gpus_keep_all_cores_of_a_small_machine(
     machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("launch.up.up.available_cores", lambda: [*range(16)])
-    config = job(tmp_path, "learner.world_size=1", "rollout.nodes=1", *GLOO)
+    config = job(tmp_path, "learner.world_size=1", "rollout.nodes=1", CACHE, *GLOO)
 
     def cores(visible: str) -> list[devices.Cores]:
         places = assign(config, {"CUDA_VISIBLE_DEVICES": visible}, machine, share=True)
@@ -144,20 +152,27 @@ def test_a_restarted_role_keeps_its_devices(tmp_path: Path) -> None:
 
 
 def test_roles_may_share_the_only_gpu(machine: Path, tmp_path: Path) -> None:
-    config, alone = job(tmp_path, "learner.world_size=1", *GLOO), {"CUDA_VISIBLE_DEVICES": "3"}
+    config, alone = job(tmp_path, "learner.world_size=1", CACHE, *GLOO), {"CUDA_VISIBLE_DEVICES": "3"}
     with refused(UsageError, "With --share-gpus"):
         assign(config, alone, machine)
     places = assign(config, alone, machine, share=True)
     assert {place.env["CUDA_VISIBLE_DEVICES"] for place in places.values()} == {"3"}
     assert places["learner"].python == str(machine / ".venv-learner/bin/python")
     with refused(UsageError, "2 GPUs", "found 1"):
-        assign(job(tmp_path, "learner.world_size=2", *GLOO), alone, machine, share=True)
+        assign(job(tmp_path, "learner.world_size=2", CACHE, *GLOO), alone, machine, share=True)
+
+
+def test_a_shared_gpu_needs_an_engine_whose_cache_has_a_size_of_its_own(machine: Path, tmp_path: Path) -> None:
+    words = ["learner.world_size=1", *GLOO]
+    with refused(UsageError, "--share-gpus", "rollout.engine.kv_cache_mib", "MiB"):
+        assign(job(tmp_path, *words), {}, machine, share=True)
+    assert assign(job(tmp_path, *words, "rollout.nodes=0"), {}, machine, share=True), "its nodes run elsewhere"
 
 
 def test_nccl_on_a_shared_gpu_is_refused_unless_each_role_gets_a_host_of_its_own(
     machine: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    alone, nccl = {"CUDA_VISIBLE_DEVICES": "3"}, ["learner.world_size=1", "weights.transport=nccl"]
+    alone, nccl = {"CUDA_VISIBLE_DEVICES": "3"}, ["learner.world_size=1", "weights.transport=nccl", CACHE]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
     monkeypatch.setattr("launch.up.up.assign", partial(assign, root=machine))

@@ -35,7 +35,10 @@ def test_none(): ...
 def test_pace(record_property):
     record_property("pace", os.environ["SLIPSTREAM_TEST_PACE"])
 
-def test_hangs():
+def test_hangs(tmp_path):
+    log = tmp_path / "job" / "logs" / "rollout-node-0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("the engine compiles\\n")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     open(os.environ["PIDS"], "w").write(str(child.pid))
     time.sleep(1000)
@@ -91,6 +94,7 @@ def test_a_test_that_hangs_is_ended_with_all_that_it_started(
     code, found = told(capsys)
     assert (code, found["hangs"]["state"]) == (1, "failed")
     assert found["hangs"]["why"].startswith("ended after 15 s")
+    assert found["hangs"]["why"].endswith("job/logs/rollout-node-0.log:\nthe engine compiles")
     pid = int((tmp_path / "pids").read_text())
     until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "its end")
 
@@ -131,11 +135,13 @@ def test_without_a_checkout_there_are_no_tests(
 def test_the_tests_exist_and_layouts_use_the_gpus(gpus: int, ranks: str) -> None:
     machine: Machine = replace(look(), gpus=("NVIDIA H200",) * gpus)
     found = {item.name: item for item in items(machine)}
+    assert [*found].index("quickstart") == (0 if gpus else len(found) - 1), "on GPUs it must not run out of time"
+    assert found["quickstart"].limit_s == 450
     for item in found.values():
         assert (ROOT / item.tests[0]).is_file()
     assert found["layouts"].env == {"SLIPSTREAM_TEST_RANKS": ranks}
     assert found["weights"].tests[1:] == (("-k", "nccl") if gpus else ())
-    assert sum(item.limit_s for item in found.values()) < 1500
+    assert sum(item.limit_s for item in found.values()) < 1700
 
 
 def test_limits_follow_from_the_pace_of_the_device(choose, monkeypatch: pytest.MonkeyPatch) -> None:

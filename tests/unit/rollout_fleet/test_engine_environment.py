@@ -5,9 +5,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from common.weights.wire import flat_buffer
 from common.weights.wire.layout import Layout
 from rollout_fleet.engine.engine import Engine, prepare_environment
 from rollout_fleet.vllm_patches import socket_folder, worker_process
+from tests.rigs.configs import model_folder
 from tests.rigs.refusals import refused
 
 CPU_ONLY = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE")
@@ -87,15 +90,45 @@ def test_a_share_of_a_gpu_is_asked_for_only_where_it_decides_the_size_of_the_cac
 
 
 @pytest.mark.slow
-def test_an_engine_on_a_gpu_compiles_no_unused_features_at_its_start_unless_it_is_asked_to() -> None:
+def test_an_engine_on_a_gpu_prepares_no_unused_kernels_at_its_start_unless_it_is_asked_to() -> None:
     from vllm.config.kernel import KernelConfig
 
-    def warm_up(on_cpu: bool, **engine: Any) -> bool:
+    def prepares(on_cpu: bool, **engine: Any) -> tuple[bool, bool]:
         arguments = Engine(job(**engine), stop_token_ids=[])._arguments(on_cpu)
-        return KernelConfig(**arguments.get("kernel_config", {})).enable_jit_warmup
+        kernels = KernelConfig(**arguments.get("kernel_config", {}))
+        return kernels.enable_jit_warmup, kernels.enable_flashinfer_autotune is not False  # None: vLLM decides
 
-    assert not warm_up(False)
-    assert warm_up(False, extra={"kernel_config": {}}) and warm_up(True)
+    assert prepares(False) == (False, False)
+    assert prepares(False, extra={"kernel_config": {}}) == prepares(True) == (True, True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch warns when a class is imported
+@pytest.mark.parametrize("cuda", [True, False])
+def test_no_second_python_looks_at_the_models_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: bool
+) -> None:
+    from vllm import ModelRegistry, plugins
+    from vllm.model_executor.models import registry
+
+    def in_a_second_python(work: object) -> None:
+        raise AssertionError("vLLM starts a Python that imports it again")
+
+    name = "Qwen3ForCausalLM"
+    seen: list[str] = []
+    create = lambda *_, **__: seen.append(ModelRegistry.models[name].inspect_model_cls().architecture)  # noqa: E731
+    monkeypatch.setattr(os, "environ", os.environ | {"VLLM_CACHE_ROOT": str(tmp_path)})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(plugins, "load_general_plugins", lambda: None)  # they would change vLLM in this process
+    monkeypatch.setattr(registry, "_run_in_subprocess", in_a_second_python)
+    unknown = registry._LazyRegisteredModel("vllm.model_executor.models.qwen3", name)
+    monkeypatch.setitem(ModelRegistry.models, name, unknown)
+    llm = SimpleNamespace(AsyncLLM=SimpleNamespace(from_engine_args=create))
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.async_llm", llm)
+    config = job()
+    folder = msgspec.structs.replace(config.model, path=str(model_folder(tmp_path, architectures=[name])))
+    Engine(msgspec.structs.replace(config, model=folder), stop_token_ids=[])._create()
+    assert seen == [name]
 
 
 @pytest.mark.slow
