@@ -41,7 +41,7 @@ def read_record(run_dir: RunDir) -> LearnerRecord | None:
     """The record of the run's newest learner; None when there was none or it is torn."""
     try:
         return msgspec.json.decode(run_dir.learner_json.read_bytes(), type=LearnerRecord)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):  # msgspec's errors, and text that is not UTF-8
         return None
 
 
