@@ -187,7 +187,7 @@ def _parquet_lines(file: Path, key: str) -> Iterator[tuple[int, bytes]]:
 def _check_object(text: bytes, where: str) -> None:
     try:
         value = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except ValueError as error:  # msgspec's errors, and text that is not UTF-8
         raise UsageError(f"{where} is not JSON: {error}") from None
     except RecursionError:
         raise UsageError(f"{where} is nested too deeply to be read") from None

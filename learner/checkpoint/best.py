@@ -39,7 +39,7 @@ def read_best(folder: Path) -> BestRecord | None:
     """The choice in a folder of checkpoints; None when there is none."""
     try:
         return msgspec.json.decode((folder / BEST_FILE).read_bytes(), type=BestRecord)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):  # msgspec's errors, and text that is not UTF-8
         return None
 
 

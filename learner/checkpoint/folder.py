@@ -130,7 +130,6 @@ class CheckpointFolder:
         # A learner that was replaced while it wrote may have completed this version; the broker has not committed it.
         replace_folder(scratch, final)
         sync(self._folder)
-        self.prune()
         return final
 
     def prune(self) -> None:

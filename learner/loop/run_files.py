@@ -41,7 +41,7 @@ def read_record(run_dir: RunDir) -> LearnerRecord | None:
     """The record of the run's newest learner; None when there was none or it is torn."""
     try:
         return msgspec.json.decode(run_dir.learner_json.read_bytes(), type=LearnerRecord)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):  # msgspec's errors, and text that is not UTF-8
         return None
 
 
@@ -151,20 +151,32 @@ class RunFiles:
             logger.warning("older checkpoints could not be removed: %s", error)
 
     def finish_checkpoint(self, state: TrainerState) -> None:
-        """Make a written checkpoint durable, after the metrics of its steps; only then commit them."""
+        """Make a written checkpoint durable, after the metrics of its steps; only then commit them.
+
+        Raises OSError before the checkpoint is durable; nothing is committed then.
+        """
         assert self._metrics is not None
         self._metrics.sync()
         path = self.checkpoints.finish(state)
-        self.events.add("checkpoint", version=state.policy_version, path=str(path))
         self.commit(state.policy_version - 1)
+        self.note("checkpoint", version=state.policy_version, path=str(path))
+        self._prune()
 
     def close(self, state: str, version: int, reason: str = "") -> None:
-        """Note how the learner ended: done, drained or failed. Later calls do nothing."""
+        """Note how the learner ended: done, drained or failed. Later calls do nothing.
+
+        After a failure a full disk is logged only: its error would take the place of the one that ended the learner.
+        """
         if self._closed:
             return
         self._closed = True
-        write_record(self._run_dir, self.incarnation, state, version)
-        self.events.add("learner_stopped", state=state, step=version, reason=reason)
+        try:
+            write_record(self._run_dir, self.incarnation, state, version)
+        except OSError as error:
+            logger.error("learner.json cannot be written: %s", error)
+            if state != "failed":  # the job's supervisor reads there whether the run is done
+                raise
+        self.note("learner_stopped", state=state, step=version, reason=reason)
         self.events.close()
         if self._metrics is not None:
             self._metrics.close()

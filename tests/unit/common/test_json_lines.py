@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import UsageError
 from common.json_lines import DATASET, OtherFormat, dataset_rows
 
 ROWS = [{"question": "1, 2 – 3?", "answer": "2"}, {"question": 'a "b"', "answer": "1"}]
@@ -52,3 +53,9 @@ def test_files_that_only_another_program_reads_are_named(tmp_path: Path, begins:
 def test_rows_count_and_not_the_name(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text(LINES)
     assert len(list(dataset_rows(tmp_path / "rows.csv", "tasks.dataset"))) == 2
+
+
+def test_text_that_is_not_utf8_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"question": "1"}\n' + '{"question": "é"}\n'.encode("latin-1"))
+    with pytest.raises(UsageError, match=r"rows\.jsonl line 2 is not JSON: 'utf-8' codec"):
+        list(dataset_rows(tmp_path / "rows.jsonl", "tasks.dataset"))

@@ -139,6 +139,8 @@ def test_another_metric_forgets_the_old_choice_and_no_metric_leaves_no_name(tmp_
     assert (steps_of(tmp_path), read_best(tmp_path).metric) == ([4, 6], "-loss")
     write(CheckpointFolder(tmp_path, 1), 8)
     assert (steps_of(tmp_path), read_best(tmp_path)) == ([8], None)
+    (tmp_path / module.BEST_FILE).write_bytes(b'{"metric": "\xff"}')
+    assert read_best(tmp_path) is None, "bytes that are not UTF-8 name no checkpoint"
 
 
 def test_a_checkpoint_waits_for_its_evaluation_until_a_later_one_is_there(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from common.errors import SlipstreamError
 from learner.checkpoint import folder as checkpointing
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState, read_checkpoint
+from learner.loop import run_files
 from tests.rigs.refusals import refused
 from tests.unit.learner.loop_fakes import Killed, MakeWorld, World
 
@@ -29,7 +30,9 @@ def write(folder: CheckpointFolder, version: int) -> Path:
     assert not model.exists()
     model.mkdir()
     (model / "weights").write_bytes(b"w" * version)
-    return folder.finish(state(version))
+    path = folder.finish(state(version))
+    folder.prune()
+    return path
 
 
 def test_the_newest_complete_checkpoint_comes_back_with_its_state(tmp_path: Path) -> None:
@@ -213,6 +216,35 @@ def test_a_run_whose_checkpoint_is_not_finished_resumes_from_the_one_before(
     assert again.trainer.version == 2
     assert again.run() == "done"
     assert {entry.state for entry in again.broker.ledger()} == {"committed"}
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("event", [True, False], ids=["its event", "an older one's removal"])
+def test_a_complete_checkpoint_is_committed_whatever_fails_after_it(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, event: bool
+) -> None:
+    world = make_world(run={"steps": 4}, learner=saving(keep=1))
+    add = world.lead.files.events.add
+    if event:
+        world.lead.files.events.add = lambda kind, **told: full() if kind == "checkpoint" else add(kind, **told)
+    else:
+        monkeypatch.setattr(checkpointing, "remove_folder", full)
+    assert world.run() == "done"
+    assert [step for step, _ in world.broker.commits] == [1, 3]
+    assert ("events.jsonl cannot" if event else "older checkpoints could not be removed") in caplog.text
+
+
+def test_a_full_disk_does_not_replace_the_error_that_ended_the_learner(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = make_world().lead.files
+    files.events.add = full
+    monkeypatch.setattr(run_files, "write_json", full)
+    files.close("failed", 0, "hopeless")
+    assert "events.jsonl cannot be written" in caplog.text and "learner.json cannot be written" in caplog.text
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_with_its_reason(make_world: MakeWorld) -> None:

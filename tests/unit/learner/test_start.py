@@ -62,8 +62,9 @@ def test_incarnations_count_over_records_and_checkpoints(make_config: MakeConfig
     assert [next_incarnation(), next_incarnation()] == [0, 1]
     complete(CheckpointFolder(run_dir.checkpoints, 2), 2, "digest", incarnation=4)
     assert next_incarnation() == 5
-    run_dir.learner_json.write_text("{torn")
-    assert read_record(run_dir) is None
+    for torn in (b"{torn", b'{"state": "\xff"}'):
+        run_dir.learner_json.write_bytes(torn)
+        assert read_record(run_dir) is None
     assert next_incarnation() == 5
 
 
