@@ -257,6 +257,31 @@ class MachineStatus(msgspec.Struct, frozen=True):
     last_seen_s: float
 
 
+class ServiceReport(msgspec.Struct, frozen=True):
+    """The report of a role that serves a model beside the nodes, sent about once a second and at every change."""
+
+    name: Name
+    host: Text
+    pid: Tally
+    kind: Text  # scorer
+    state: Text  # starting | serving | silent (its server does not answer) | draining
+    url: Text = ""
+    since_s: Finite = 0.0
+    run: Text = ""  # run.name, where a config's address names the broker; another run's broker refuses the report
+    leaving: bool = False  # the last report
+
+
+class ServiceOrder(msgspec.Struct, frozen=True):
+    stop: bool = False  # drain as on SIGTERM
+    log: bool = False  # the next report brings the log's end
+
+
+class ServiceStatus(ServiceReport, frozen=True):
+    """The newest report, its ages up to now; the state is `gone` when none has come for LOST_AFTER_S."""
+
+    last_seen_s: Finite = 0.0
+
+
 class JoinTimes(msgspec.Struct, frozen=True):
     """How a node's process came into the job: seconds from its start to each stage; 0: not there yet."""
 
@@ -385,13 +410,15 @@ class BrokerStatus(msgspec.Struct, frozen=True):
     weight_requests: list[WeightRequest] = []  # not in effect yet, oldest first
     bytes_in_memory: int = 0  # part of `bytes_held`
     store_lags: bool = False  # groups come faster than the store takes them, and fill the memory
+    services: list[ServiceStatus] = []  # the scorers that report; none of them is a node
 
     @property
     def present(self) -> list[str]:
-        """The learner, its machines and the nodes that have neither left nor fallen silent."""
+        """The learner, its machines, the nodes and the services that have neither left nor fallen silent."""
         gone = self.learner is None or self.learner.state in (*LEARNER_ENDED, "lost")
         machines = [machine.host for machine in self.machines if machine.last_seen_s <= LOST_AFTER_S]
-        return ["learner"] * (not gone) + machines + [node.report.node_id for node in self.nodes if node.alive]
+        nodes = [node.report.node_id for node in self.nodes if node.alive]
+        return ["learner"] * (not gone) + machines + nodes + [s.name for s in self.services if s.state != "gone"]
 
     @property
     def newest_join(self) -> str:

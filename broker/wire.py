@@ -236,6 +236,17 @@ class Leave(NamedNodeRequest[None], frozen=True, kw_only=True, tag="leave"):
     pass
 
 
+class ReportService(NodeRequest[contract.ServiceOrder], frozen=True, kw_only=True, tag="report_service"):
+    """Sent by a scorer, with a node's key: the rule for node ids is that for its name."""
+
+    report: contract.ServiceReport
+    log: Text | None = None  # as in Heartbeat
+
+    @property
+    def node(self) -> str | None:
+        return self.report.name
+
+
 class ObserverRequest(Request[R], Generic[R], frozen=True, kw_only=True):
     pass
 
@@ -263,7 +274,9 @@ class AskLog(ObserverRequest[str | None], frozen=True, kw_only=True, tag="log"):
 
 LearnerMessage = Attach | Offer | Take | Regenerate | Filter | Commit | Evaluate | Report
 LauncherMessage = Gather | Stop | SetWeights
-NodeMessage = Register | AskLease | Cancel | Heartbeat | Complete | CompleteEvaluation | Fail | Release | Leave
+NodeMessage = (
+    Register | AskLease | Cancel | Heartbeat | Complete | CompleteEvaluation | Fail | Release | Leave | ReportService
+)
 ObserverMessage = AskStatus | AskLedger | AskEvents | AskLog
 AnyRequest = LearnerMessage | LauncherMessage | NodeMessage | ObserverMessage
 

@@ -34,7 +34,8 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
     "learner": ("up.roles:learner", "[CONFIG] key=value --credentials --join --join-timeout-s",
         "the learner of a job, or one of its machines (starts its ranks under torchrun)"),
     "rollout": ("up.roles:rollout", "[CONFIG] key=value --credentials --join --join-timeout-s", "one rollout node"),
-    "scorer": ("up.roles:scorer", "CONFIG", "vLLM with the model of one of the config's `scorers`, on this machine"),
+    "scorer": ("up.roles:scorer", "CONFIG --credentials --join",
+        "vLLM with the model of one of the config's `scorers`, on this machine"),
     "sft": ("up.roles:sft", "CONFIG key=value --credentials --join --join-timeout-s",
         "supervised warm start on the Megatron learner; the result is RUN/model"),
     "sweep": ("sweep.sweep:command", "[CONFIG] key=value --plain --json",
@@ -309,7 +310,7 @@ def _add_slurm_arguments(made: Mapping[str, argparse.ArgumentParser]) -> None:
 
 def _add_observing_arguments(made: Mapping[str, argparse.ArgumentParser]) -> None:
     logs = made["logs"]
-    logs.add_argument("role", metavar="ROLE", nargs="?", help="broker, learner, learner-RANK or a node id")
+    logs.add_argument("role", metavar="ROLE", nargs="?", help="broker, learner, learner-RANK, a node id or scorer-NAME")
     logs.add_argument("--lines", type=int, default=50, metavar="N", help="the last N (50), at most 64 KiB")
     transcripts = made["transcripts"]
     transcripts.add_argument("--step", type=int, metavar="N", help="those that step N trained on")

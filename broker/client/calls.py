@@ -156,6 +156,10 @@ class LearnerBroker(ObserverBroker):
         """A machine of the learner is here; what its launcher is to do (broker/delivery/learner_machines.py)."""
         return self.ask(wire.Gather(report=report, log=log, log_rank=log_rank))
 
+    def report_service(self, report: contract.ServiceReport, log: str | None = None) -> contract.ServiceOrder:
+        """A scorer is here, or leaves; what it is to do. It has a node's key."""
+        return self.ask(wire.ReportService(report=report, log=log))
+
 
 class NodeBroker(ABC):
     """A node's calls, for the event loop that makes the first one."""

@@ -22,7 +22,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def connect(access: Access) -> LearnerBroker:
-    """A learner's or an observer's connection; raises UsageError when the address or the credentials are of no use."""
+    """A connection whose calls block, for all but nodes; raises UsageError for a wrong address or credentials."""
     from broker.client.connection import BrokerClient
 
     return BrokerClient(access.address, **_options(access))

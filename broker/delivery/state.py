@@ -31,6 +31,7 @@ from broker.delivery.learner_fencing import LearnerRecord
 from broker.delivery.learner_machines import LOST_S, MACHINES_EVENT, LearnerMachines
 from broker.delivery.logs import EventLog, LogTails
 from broker.delivery.nodes import Fleet
+from broker.delivery.services import Services
 from broker.delivery.task_table import Entry, StoredPayload, TaskTable
 from common.errors import BrokerError
 from common.process.logs import log_end, log_path
@@ -103,6 +104,7 @@ class DeliveryState:
         self.machines = LearnerMachines()
         self.evaluation = EvaluationTable(run.max_attempts)
         self.logs = LogTails(clock)
+        self.services = Services(run.name, self.logs)
         self.accepted: OrderedDict[str, str] = OrderedDict()  # token -> node of the newest accepted results
         self.lease_deadlines: Deadlines[str] = Deadlines()
         self.first_step = 0  # the step at which task 0 is due
@@ -195,8 +197,8 @@ class DeliveryState:
             return log_end(log_path(Path(self.run.run_dir, "logs"), role, "0"))
         if rank := re.fullmatch(r"learner(?:-(\d{1,5}))?", role, re.ASCII):
             return self.logs.ask(int(rank[1] or 0))
-        if role not in self.fleet.nodes:
-            raise BrokerError(f"no node {role!r} has joined")
+        if role not in self.fleet.nodes and not self.services.has(role):
+            raise BrokerError(f"no node or scorer {role!r} has joined")
         return self.logs.ask(role)
 
     def status(self) -> BrokerStatus:
@@ -245,4 +247,5 @@ class DeliveryState:
             weights=self.weight_changes[-1] if self.weight_changes else None,
             weight_requests=list(self.weight_requests.values()),
             evaluation_tokens_total=sum(node.report.evaluation_tokens for node in self.fleet.nodes.values()),
+            services=self.services.status(now),
         )

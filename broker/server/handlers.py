@@ -140,6 +140,10 @@ class Answers:
                 return _answer(request, rules.leave(request.node_id))
             case wire.Cancel():
                 return _answer(request, None)  # the state knows nothing of requests that wait
+            case wire.ReportService():
+                state = self._state
+                told = state.services.report(request.report, request.log, state.clock(), state.stopping)
+                return _answer(request, told)
             case _:
                 assert_never(request)
 

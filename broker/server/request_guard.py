@@ -175,7 +175,7 @@ def reply_bytes(request: wire.AnyRequest, state: DeliveryState) -> int:
     if isinstance(request, wire.AskLedger):
         return LEDGER_ENTRY_BYTES * min(LEDGER_LINES, state.tasks.next_serial)
     if isinstance(request, wire.AskStatus):
-        return NODE_BYTES * len(state.fleet.nodes) + len(state.run.config)
+        return NODE_BYTES * (len(state.fleet.nodes) + len(state.services.known)) + len(state.run.config)
     return EVENTS_BYTES
 
 

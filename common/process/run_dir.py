@@ -183,6 +183,12 @@ def find_broker(config: BaseConfig, run: RunDir, wait_s: float) -> str:
     raise BrokerUnreachable(f"no broker wrote {run.broker_json} within {wait_s:.0f} s; {hint}")
 
 
+def known_broker(config: BaseConfig, run: RunDir) -> str:
+    """As `find_broker`, without waiting; '' while RUN/broker.json names no broker, or one that has ended."""
+    fixed, file = fixed_address(config), run.broker()
+    return fixed or ("" if file is None or file.ended else file.address)
+
+
 def running_broker(run: RunDir) -> str | None:
     """The address in RUN/broker.json when the process that wrote it is alive on this machine."""
     file = run.broker()

@@ -250,6 +250,9 @@ def processes(seen: Observation) -> RenderableType:
         work = f"{node.leases} leases, {report.tokens_per_s:,.0f} tokens/s"
         detail = f"{report.waiting_on}  ({work})" if report.waiting_on else work
         table.add_row(report.node_id, str(report.pid), _state(state), str(report.policy_version), since, detail)
+    for service in status.services:
+        where = f"{service.kind} at {service.url} on {service.host}"
+        table.add_row(service.name, str(service.pid), _state(service.state), "", duration(service.since_s), where)
     mixture = [Text(text) for text in [weights_sentence(status)] if text]
     return Group(table, *mixture, *(Text(alarm, "red") for alarm in (learner.alarms if learner is not None else ())))
 

@@ -71,7 +71,9 @@ def roles_of(status: BrokerStatus) -> dict[str, str]:
     """The broker's address; state and host of the others."""
     learner = [("learner", status.learner.state, status.learner.host)] if status.learner else []
     nodes = [(n.report.node_id, n.report.state if n.alive else "gone", n.report.host) for n in status.nodes]
-    return {"broker": status.address} | {name: f"{state} on {host}" for name, state, host in [*learner, *nodes]}
+    services = [(service.name, service.state, service.host) for service in status.services]
+    others = [*learner, *nodes, *services]
+    return {"broker": status.address} | {name: f"{state} on {host}" for name, state, host in others}
 
 
 def files_of(run: RunDir) -> dict[str, str]:

@@ -20,11 +20,19 @@ from common.config.schema import BaseConfig, SftConfig
 from common.errors import BrokerUnreachable, ConfigError, UsageError, meant
 from common.process.install import need_packages
 from common.process.logs import log_path, setup_logging
-from common.process.run_dir import RunDir, find_broker, write_json
+from common.process.run_dir import RunDir, find_broker, known_broker, write_json
 from common.security.credentials import own_node_id
 from launch.certificates import first_line
 from launch.cluster.interface import keep_gloo_here, use_for_weights
-from launch.resolve_target import check_same_job, checked, config_file, job_of, load_job, need_broker_library
+from launch.resolve_target import (
+    check_address,
+    check_same_job,
+    checked,
+    config_file,
+    job_of,
+    load_job,
+    need_broker_library,
+)
 from launch.up.devices import check_devices, rounding_problems
 from launch.up.learner_machine import run_machine
 from launch.up.ranks import become_torchrun, slurm_machines, thread_environment
@@ -58,8 +66,8 @@ def learner(args: argparse.Namespace) -> int:
 def sft(args: argparse.Namespace) -> int:
     """The supervised warm start: as `learner`, with a broker only where it has several machines."""
     need_packages("learner")
-    own = [f"broker.credentials={Path(args.credentials).expanduser().resolve()}"] if args.credentials else []
-    config = load_config(Path(args.config), [*_machines_override(), *args.overrides, *own], SftConfig)
+    overrides = [*_machines_override(), *args.overrides, *_credentials_override(args)]
+    config = load_config(Path(args.config), overrides, SftConfig)
     config, run = checked(config, args.config, environment=False)
     return run_ranks(args, config, run)
 
@@ -67,6 +75,10 @@ def sft(args: argparse.Namespace) -> int:
 def _machines_override() -> list[str]:
     machines = slurm_machines()
     return [f"learner.machines={machines}"] if machines else []
+
+
+def _credentials_override(args: argparse.Namespace) -> list[str]:
+    return [f"broker.credentials={Path(args.credentials).expanduser().resolve()}"] if args.credentials else []
 
 
 def run_ranks(args: argparse.Namespace, config: BaseConfig, run: RunDir, address: str = "") -> int:
@@ -105,9 +117,11 @@ def rollout(args: argparse.Namespace) -> int:
 
 
 def scorer(args: argparse.Namespace) -> int:
-    """Serve the model of a scorer until told to stop. Nothing else of the job must be there."""
+    """Serve the model of a scorer until told to stop. It reports to the run's broker whenever there is one."""
     need_packages("rollout")
-    config, run = load_job(args.config, args.overrides, reader="broker")
+    if args.join is not None:
+        check_address(args.join, "--join")
+    config, run = load_job(args.config, [*args.overrides, *_credentials_override(args)], reader="broker")
     found = config.scorers.get(args.name)
     if found is None:
         hint = meant(args.name, config.scorers, f"the config has {', '.join(config.scorers) or 'none'}")
@@ -117,9 +131,18 @@ def scorer(args: argparse.Namespace) -> int:
         raise ConfigError(args.config, key, "a variable that is set", f"{variable}, which is not")
     setup_logging("scorer", args.name, run.logs, config.telemetry.log_level)
     keep_gloo_here()
+    from rollout_fleet.scorers.reports import Reports
     from rollout_fleet.scorers.server import serve
 
-    return serve(args.name, found, file=args.config, log=run.logs / f"vllm-{args.name}.log")
+    reports = Reports(
+        args.name,
+        found.url,
+        log_path(run.logs, "scorer", args.name),
+        lambda: args.join or known_broker(config, run),
+        credentials=config.broker.credentials,
+        run="" if args.join else config.run.name,
+    )
+    return serve(args.name, found, file=args.config, log=run.logs / f"vllm-{args.name}.log", reports=reports)
 
 
 def answering_broker(args: argparse.Namespace, config: BaseConfig, run: RunDir) -> tuple[str, BrokerStatus]:

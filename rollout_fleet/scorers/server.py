@@ -20,6 +20,7 @@ from common.config.scorers import ScorerConfig
 from common.errors import EXIT_DONE, ConfigError, SlipstreamError
 from common.process.lifecycle import DrainFlag, die_with_parent
 from common.process.logs import last_lines
+from rollout_fleet.scorers.reports import Reports
 from rollout_fleet.scorers.requests import asked
 from rollout_fleet.vllm_patches import socket_folder
 from rollout_fleet.vllm_plugin import PLAIN_ENGINE
@@ -32,8 +33,8 @@ END_S = 30.0  # beyond that, for the processes of vLLM
 CPU_FLAGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}  # unless `serve` has them
 
 
-def serve(name: str, scorer: ScorerConfig, *, file: str, log: Path) -> int:
-    """Serve `scorers.NAME` until a signal asks for the end; vLLM's output goes to `log`.
+def serve(name: str, scorer: ScorerConfig, *, file: str, log: Path, reports: Reports) -> int:
+    """Serve `scorers.NAME` until a signal or the broker asks for the end; vLLM's output goes to `log`.
 
     Raises ConfigError, naming `file`, for an address or a folder that it cannot take, SlipstreamError when vLLM ended
     by itself.
@@ -51,19 +52,22 @@ def serve(name: str, scorer: ScorerConfig, *, file: str, log: Path) -> int:
             start_new_session=True,  # Ctrl-C reaches the role alone, which drains
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
-    try:
-        logger.info("scorer %s: vLLM starts with %s; its output is in %s", name, scorer.model, log)
-        up = False
-        while not flag.wait(LOOK_S):
-            if child.poll() is not None:
-                lines = "".join(f"\n  {line}" for line in last_lines(log, 15))
-                raise SlipstreamError(f"vLLM ended with exit code {child.returncode}; the end of {log}:{lines}")
-            if up is not _healthy(host, port):
-                up = not up
-                logger.info("scorer %s %s at %s", name, "is served" if up else "does not answer", scorer.url)
-        logger.info("scorer %s drains: %s", name, flag.reason)
-    finally:
-        _end(child)
+    with reports.running(on_stop=partial(flag.set, "slipstream stop")):
+        try:
+            logger.info("scorer %s: vLLM starts with %s; its output is in %s", name, scorer.model, log)
+            up = False
+            while not flag.wait(LOOK_S):
+                if child.poll() is not None:
+                    lines = "".join(f"\n  {line}" for line in last_lines(log, 15))
+                    raise SlipstreamError(f"vLLM ended with exit code {child.returncode}; the end of {log}:{lines}")
+                if up is not _healthy(host, port):
+                    up = not up
+                    reports.say(state="serving" if up else "silent")
+                    logger.info("scorer %s %s at %s", name, "is served" if up else "does not answer", scorer.url)
+            logger.info("scorer %s drains: %s", name, flag.reason)
+        finally:
+            reports.say(state="draining")
+            _end(child)
     logger.info("scorer %s has ended", name)
     return EXIT_DONE
 

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
+from broker.contract import ServiceOrder, ServiceReport
 from broker.delivery.logs import FRESH_S, MOST_LOGS
 from common.errors import BrokerError
 from tests.contract.backends import Backend, run_info
@@ -69,3 +72,14 @@ def test_a_stop_reaches_everybody_and_nothing_is_leased_from_then_on(make: Calla
     assert backend.learner.stop().present == ["learner"]
     backend.pass_time(run_info().lease_s)
     assert backend.learner.stop().present == [], "a learner that is silent is not waited for"
+
+
+def test_a_scorer_reports_is_told_to_stop_and_leaves(backend: Backend) -> None:
+    report = ServiceReport("scorer-judge", "h", 1, "scorer", "serving", "http://h:1/v1", run=run_info().name)
+    assert backend.learner.report_service(report) == ServiceOrder()
+    (found,) = backend.learner.status().services
+    assert (found.name, found.state, backend.learner.status().nodes) == ("scorer-judge", "serving", [])
+    assert backend.learner.stop().present == ["scorer-judge"]
+    assert backend.learner.report_service(report).stop
+    backend.learner.report_service(replace(report, leaving=True))
+    assert backend.learner.stop().present == []

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from broker import wire
-from broker.contract import LearnerReport, MachineReport, WeightRequest
+from broker.contract import LearnerReport, MachineReport, ServiceReport, WeightRequest
 from broker.delivery.node_rules import NodeRules
 from broker.server.request_guard import PERMITTED, refusal
 from broker.server.server import BrokerServer
@@ -43,6 +43,7 @@ REQUESTS: list[tuple[wire.Request[Any], set[str]]] = [
     (wire.Fail(id=13, node_id="a", token="t", reason="because"), NODE),
     (wire.Release(id=14, node_id="a", tokens=[]), NODE),
     (wire.Leave(id=15, node_id="a"), NODE),
+    (wire.ReportService(id=25, report=ServiceReport("a", "h", 1, "scorer", "serving")), NODE),
     (wire.AskStatus(id=16), {"learner", "node", "observer"}),
     (wire.AskLedger(id=17), OBSERVING),
     (wire.AskEvents(id=18, after=-1), OBSERVING),
@@ -97,7 +98,8 @@ def test_a_node_id_belongs_to_the_credential_whose_name_it_begins_with(node_id: 
     for name in ("a", "a.b", "b"):
         sender = Identity("A" * 40, "node", name)
         lease = wire.AskLease(id=1, node_id=node_id, version=0, max_groups=1, wait_s=0)
-        for request in (wire.Register(id=0, report=node_report(node_id)), lease):
+        service = wire.ReportService(id=2, report=ServiceReport(node_id, "h", 1, "scorer", "serving"))
+        for request in (wire.Register(id=0, report=node_report(node_id)), lease, service):
             why = refusal(sender, request)
             assert (why == "") == (name == of)
             assert why == "" or (repr(name) in why and repr(node_id) in why)

@@ -6,10 +6,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker import wire
-from broker.contract import Evaluated, GroupWork, HeartbeatReply, LearnerReport, Lease, NodeReport, StoredGroup
+from broker.contract import (
+    BrokerStatus,
+    Evaluated,
+    GroupWork,
+    HeartbeatReply,
+    LearnerReport,
+    Lease,
+    NodeReport,
+    ServiceOrder,
+    ServiceReport,
+    ServiceStatus,
+    StoredGroup,
+)
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Task
 from tests.rigs.brokers import META
+from tests.rigs.configs import status_of
 from tests.rigs.refusals import refused
 from tests.unit.broker.test_authorization import REQUESTS
 
@@ -207,3 +220,24 @@ def test_golden_bytes_of_answers_do_not_change_and_those_of_an_earlier_release_a
     )
     assert wire.encode(wire.Answer(id=7, value=Evaluated(1, [result]))) == golden
     assert read(wire.Evaluate(id=7, order=None), golden) == Evaluated(1, [result])
+
+
+def test_golden_bytes_of_a_scorers_report_and_its_order_do_not_change() -> None:
+    report = ServiceReport("scorer-judge", "h", 5, "scorer", "serving", "http://h:1/v1", 0.5, "demo")
+    request = wire.ReportService(id=7, report=report)
+    golden = (
+        b"\x85\xa4type\xaereport_service\xa2id\x07\xa6schema\x02\xa6report\x89\xa4name\xacscorer-judge\xa4host\xa1h"
+        b"\xa3pid\x05\xa4kind\xa6scorer\xa5state\xa7serving\xa3url\xadhttp://h:1/v1\xa7since_s" + HALF
+    )
+    golden += b"\xa3run\xa4demo\xa7leaving\xc2\xa3log\xc0"
+    assert (wire.encode(request), wire.decode_request(golden, 0)) == (golden, request)
+    assert msgspec.msgpack.encode(ServiceOrder(stop=True)) == b"\x82\xa4stop\xc3\xa3log\xc2"
+
+
+def test_a_status_of_an_earlier_release_has_no_services_and_an_earlier_reader_skips_them() -> None:
+    judge = ServiceStatus("scorer-judge", "h", 5, "scorer", "serving")
+    status = status_of(services=[judge])
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(status))
+    assert list(fields)[-1] == "services", "appended"
+    assert fields.pop("services") == [msgspec.to_builtins(judge)]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=BrokerStatus).services == []

@@ -15,6 +15,7 @@ from common.errors import ConfigError, SlipstreamError
 from common.process.lifecycle import DrainFlag
 from launch.cli import main
 from rollout_fleet.scorers import server
+from rollout_fleet.scorers.reports import Reports
 from tests.rigs.configs import converted_folder, refusal, write_job
 from tests.rigs.refusals import refused
 from tests.rigs.waiting import until
@@ -33,6 +34,11 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 def scorer(url: str = "http://127.0.0.1:8001/v1", **keys: Any) -> ScorerConfig:
     return ScorerConfig(url=url, model="org/judge", prompt="{completion}", verdict="(.*)", **keys)
+
+
+def alone(folder: Path) -> Reports:
+    """The reports of a scorer without a broker."""
+    return Reports("judge", "", folder / "scorer.log", str)
 
 
 @pytest.fixture
@@ -88,7 +94,7 @@ def test_a_folder_with_weights_for_the_learner_alone_is_refused(tmp_path: Path) 
     folder = converted_folder(tmp_path / "converted")
     config = scorer(serve={"model": str(folder)})
     with refused(ConfigError, "job.yaml", "scorers.judge.model", folder, "slipstream convert"):
-        server.serve("judge", config, file="job.yaml", log=tmp_path / "log")
+        server.serve("judge", config, file="job.yaml", log=tmp_path / "log", reports=alone(tmp_path))
 
 
 def test_beyond_loopback_a_key_is_needed() -> None:
@@ -115,7 +121,7 @@ def test_it_says_when_it_is_up_and_lets_vllm_end_by_itself(
 
     stopping = threading.Thread(target=stop)
     stopping.start()
-    assert server.serve("judge", config, file="job.yaml", log=tmp_path / "vllm.log") == 0
+    assert server.serve("judge", config, file="job.yaml", log=tmp_path / "vllm.log", reports=alone(tmp_path)) == 0
     stopping.join()
     assert (tmp_path / "vllm.log").read_text() == "drained\n"
     assert "SIGTERM" in caplog.text
@@ -128,7 +134,7 @@ def test_a_vllm_that_ends_fails_the_role_with_the_end_of_its_log(
     monkeypatch.setattr(server, "command", lambda *_, **__: [sys.executable, "-c", "print('no memory'); exit(3)"])
     monkeypatch.setattr(server, "on_cpu", lambda: True)
     with refused(SlipstreamError, "exit code 3", "no memory"):
-        server.serve("judge", scorer(), file="job.yaml", log=tmp_path / "vllm.log")
+        server.serve("judge", scorer(), file="job.yaml", log=tmp_path / "vllm.log", reports=alone(tmp_path))
 
 
 def test_the_command_refuses_a_name_or_a_key_that_is_not_there(
