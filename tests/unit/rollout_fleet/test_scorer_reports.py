@@ -83,12 +83,12 @@ def test_a_broker_may_start_later_be_killed_and_come_back_elsewhere(tmp_path: Pa
     with scorer(tmp_path, job) as role:
         until(lambda: "is served" in role.output(), told=role.output)
         assert "no broker of this run is known" in role.output()
-        for _ in range(2):
+        for times in (2, 3):
             with Command(tmp_path, "broker", "broker", str(job)) as broker:
                 until(lambda: states(run) == ["serving"], told=role.output, every_s=0.2)
                 broker.signal(signal.SIGKILL)
                 broker.wait()
-        until(lambda: role.output().count("no broker of this run is known") == 3, told=role.output)
+            until(lambda: role.output().count("no broker of this run is known") == times, told=role.output)  # noqa: B023
         role.drain()
     assert role.output().count("reports to the broker") == 2
 
