@@ -37,6 +37,7 @@ _ENGINE = {
     _OURS: "load_format skip_tokenizer_init generation_config enable_prefix_caching logprobs_mode disable_log_stats "
     "weight_transfer_config worker_cls worker_extension_cls distributed_executor_backend moe_backend nnodes device_ids "
     "prefill_context_parallel_size enable_elastic_ep enable_eplb",
+    "kernel_config": "enable_flashinfer_autotune",
 }
 _MEGATRON = {
     "model.path": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "

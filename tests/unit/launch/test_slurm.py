@@ -126,8 +126,8 @@ def test_after_a_dry_run_the_config_may_change_until_a_job_is_submitted(tmp_path
     dry_run(tmp_path)
     assert options_of(dry_run(tmp_path, "learner.world_size=4")["learner"])["gpus-per-node"] == "4"
     (tmp_path / "run" / "slurm" / "jobs.json").write_text("{}")
-    said = refusal(capsys, "slurm", str(tmp_path / "job.yaml"), "--dry-run", "learner.world_size=2")
-    assert "learner.world_size was 4 and now is 2" in said
+    said = refusal(capsys, "slurm", str(tmp_path / "job.yaml"), "--dry-run", "learner.world_size=4", "run.seed=2")
+    assert "run.seed was 0 and now is 2" in said
 
 
 def test_a_container_gets_every_path_of_the_config_itself_and_never_the_root(tmp_path: Path, monkeypatch) -> None:

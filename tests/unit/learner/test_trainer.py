@@ -44,11 +44,12 @@ def test_a_run_trains_and_commits_every_group_once_and_leaves_everything(make_wo
     ledger = world.broker.ledger()
     assert [(entry.serial, entry.state) for entry in ledger] == [(n, "committed") for n in range(10)]
     assert sorted(entry.step for entry in ledger) == sorted([0, 1, 2, 3, 4] * 2)
-    assert world.broker.commits == [  # each after its durable checkpoint
+    assert world.broker.commits == [  # each after its durable checkpoint, and before older ones are removed
         (1, ["step-000002"]),
         (3, ["step-000002", "step-000004"]),
-        (4, ["step-000004", "step-000005"]),
+        (4, ["step-000002", "step-000004", "step-000005"]),
     ]
+    assert sorted(path.name for path in world.run_dir.checkpoints.glob("step-*")) == ["step-000004", "step-000005"]
 
 
 def test_a_penalty_on_the_divergence_keeps_the_policy_near_the_reference(make_world: MakeWorld, tmp_path: Path) -> None:
