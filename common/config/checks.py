@@ -18,6 +18,7 @@ import msgspec
 from common.config.architecture import Architecture, UnknownArchitecture, read_architecture
 from common.config.converted import is_converted, read_converted
 from common.config.critic_checks import SCORE, critic_problems, is_critic, labels_of, warmup_problems
+from common.config.group_size import routing_bytes
 from common.config.loading import Document, describe_value
 from common.config.lora_checks import lora_problems
 from common.config.loss import OF_ONE, OVER_THE_BATCH, advantage_problems, is_plugin, loss_problems, update_problems
@@ -208,15 +209,12 @@ def _job_problems(config: Config, read: set[str], model: Architecture | None) ->
     yield from weights_address_problems(config)
     if "tasks.dataset" in read:
         yield from buffers_problems(config)
-    if model is not None and model.experts is not None and config.learner.moe.replay_routing:
+    if model is not None and config.learner.moe.replay_routing:
         # a group's routing must fit into the message that brings it
-        layers = model.layers
-        chosen = model.experts.per_token
-        longest = config.rollout.engine.max_model_len
-        size = config.rollout.group_size
-        needed = 2 * size * longest * layers * chosen
+        each, longest, size = routing_bytes(model), config.rollout.engine.max_model_len, config.rollout.group_size
+        needed = size * longest * each
         if needed > config.broker.max_message_bytes:
-            hint = f"learner.moe.replay_routing: {size} samples x {longest} tokens x {layers} layers x {chosen} experts"
+            hint = f"learner.moe.replay_routing: {size} samples x {longest} tokens x {each} bytes for their experts"
             yield Problem("broker.max_message_bytes", f"more than {needed} for the routing of a group", hint=hint)
 
 
