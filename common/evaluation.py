@@ -64,7 +64,9 @@ def dataset_names(datasets: Sequence[str]) -> list[str]:
     for dataset in datasets:
         path = PurePath(dataset)
         name = re.sub(r"[^A-Za-z0-9_]+", "-", "-".join([path.parent.name, path.stem])).strip("-")
-        names.append(f"{name}-{len(names) + 1}" if name in names else name)
+        while name in names:
+            name += f"-{len(names) + 1}"
+        names.append(name)
     return names
 
 

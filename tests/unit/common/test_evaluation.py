@@ -60,3 +60,4 @@ def test_names_of_datasets_are_short_fit_for_files_and_differ() -> None:
     found = dataset_names(["runs/assets/addition/held_out.jsonl", "hf://datasets/openai/gsm8k/main/test-*.parquet"])
     assert found == ["addition-held_out", "main-test"]
     assert dataset_names(["a/x/test.jsonl", "b/x/test.parquet", "test.jsonl"]) == ["x-test", "x-test-2", "test"]
+    assert dataset_names(["a/d/x-3", "a/d/x", "b/d/x"]) == ["d-x-3", "d-x", "d-x-3-3"]
