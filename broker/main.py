@@ -33,7 +33,6 @@ from common.waste import Waste
 logger = logging.getLogger(__name__)
 
 ALIVE_CHECK_S = 5.0
-QUARANTINE = "quarantine"
 OWN_ADDRESS_S = TERM_S / 2  # a leader must renew its term soon
 
 
@@ -151,7 +150,7 @@ def lead(
             config.broker.max_message_bytes,
             on_tick=tick,
             credentials=curve_credentials(config.broker.credentials),
-            quarantine=files.path / QUARANTINE,
+            quarantine=RunDir(files.path).quarantine,
             journal=opened.journal,
             # Another broker that looks for an address may have bound the one of this leader for a moment.
             bind_wait_s=OWN_ADDRESS_S if election is not None else 0.0,

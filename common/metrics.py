@@ -78,6 +78,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_expired: Annotated[int, metric("left out of the loss because older than staleness.max", "tokens", "sum")]
     tokens_expired_by_length_decile: Annotated[list[int], metric("by length, shortest first", "tokens", "sum")] = []
     groups_regenerated: Annotated[OptInt, metric("given back by it to be generated again", "groups", "sum")] = UNSET
+    tokens_regenerated_by_length_decile: Annotated[list[int], metric("too old in them", "tokens", "sum")] = []
 
     groups: Annotated[int, metric("trained on", "groups", "sum")]
     samples: Annotated[OptInt, metric("in those groups and in filtered ones", "samples", "sum")] = UNSET

@@ -3,10 +3,13 @@
 import contextlib
 import fcntl
 import os
+import time
 from pathlib import Path
 from typing import IO
 
 from common.errors import UsageError
+
+LOOK_S = 0.1  # `is_locked` has a lock for less
 
 
 class AlreadyLocked(Exception):
@@ -24,7 +27,11 @@ def take_lock(path: Path) -> IO[str]:
     """
     file = path.open("a+")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(LOOK_S)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
         holder = file.read().strip() or "unknown"

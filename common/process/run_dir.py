@@ -103,6 +103,7 @@ class RunDir:
         self.profiles = self.path / "profiles"
         self.evaluation = self.path / "evaluation"
         self.sinks = self.path / "sinks"
+        self.quarantine = self.path / "quarantine"  # messages and groups that did not decode
         self.slurm_jobs = self.path / "slurm" / "jobs.json"
         self.up_lock = self.path / "up.lock"
 

@@ -14,9 +14,10 @@ from common.config.schema import Config
 from common.errors import HopelessError
 from common.rollouts import Group
 from common.waits import WaitFor, WaitKind, sentence
-from learner.batch.batch import BadGroup, Prepared
+from learner.batch.batch import BadGroup, Prepared, length_deciles
 from learner.batch.dynamic_sampling import carries_signal, most_replaced
 from learner.loop.run_files import RunFiles
+from learner.loop.step_metrics import GivenBack
 from learner.loop.tasks import TaskStream
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Gathering:
         self._files = files
         self._ahead = ahead
         self.prepared: dict[int, Prepared] = {}  # the newest step's groups, by serial
-        self.regenerated = 0  # groups given back since the last metrics line
+        self.given_back = GivenBack()  # since the last metrics line
         self.forget()
 
     def forget(self) -> None:
@@ -92,9 +93,12 @@ class Gathering:
         flat = [group.serial for group in usable if filters and not carries_signal(group)]
         if self._config.staleness.expired == "regenerate":
             refused += [n for n, found in ready.items() if any(played.expired for played, _ in found.prepared)]
+            all_played = [played for found in ready.values() for played, _ in found.prepared]
+            expired = [played.expired for played in all_played]
+            self.given_back.by_length_decile += length_deciles([played.sampled for played in all_played], expired)
         if refused:
             self._broker.regenerate(step, refused)
-            self.regenerated += len(refused)
+            self.given_back.groups += len(refused)
             self._files.events.add("groups_regenerated", step=step, groups=len(refused), first_serial=min(refused))
             return None
         if not self._filter(step, flat, len(taken)):

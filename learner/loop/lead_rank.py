@@ -37,7 +37,7 @@ from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
 from learner.loop.share import Told, encode, of_layers
 from learner.loop.status_reporter import StatusReporter
-from learner.loop.step_metrics import StallMeter, Step, step_metrics
+from learner.loop.step_metrics import GivenBack, StallMeter, Step, step_metrics
 from learner.loop.tasks import TaskStream, check_not_behind, task_source
 from learner.loop.transcripts import Chosen, Logprobs, choose, items, transcript_thread
 from learner.loop.watcher import Watcher
@@ -105,6 +105,7 @@ class LeadRank(RolloutSource):
             try:
                 return Ready(group := self.decode(stored), prepare(group, step, jobs, backend.routing_shape))
             except BadGroup as error:
+                self.files.quarantine(stored.serial, stored.payload)
                 return Ready(error)
 
         self._gathering = Gathering(self.config, self.broker, self.tasks, self.files, LookAhead(self.broker, make))
@@ -216,14 +217,13 @@ class LeadRank(RolloutSource):
         self._watch.trained = step.batch, self._groups
         played = step.batch.statistics.sources
         self.tasks.observe(step.batch.step, {name: (own.successes, own.samples) for name, own in played.items()})
-        regenerated = self._gathering.regenerated
-        self._gathering.regenerated = 0
+        given_back, self._gathering.given_back = self._gathering.given_back, GivenBack()
         return step_metrics(
             step,
             status,
             published,
             incarnation=self.files.incarnation,
-            groups_regenerated=regenerated,
+            given_back=given_back,
             shares=self.tasks.shares,
             generation_stall_s=self._stalls.advance(status),
             transcripts_dropped_total=self._transcripts.dropped + status.transcripts_dropped,

@@ -21,6 +21,8 @@ from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerStat
 
 logger = logging.getLogger(__name__)
 
+KEPT_GROUPS = 8  # in RUN/quarantine, each of up to broker.max_message_bytes
+
 
 class LearnerRecord(msgspec.Struct, frozen=True):
     """RUN/learner.json: the learner's newest start, and how it ended."""
@@ -161,6 +163,16 @@ class RunFiles:
         self.commit(state.policy_version - 1)
         self.note("checkpoint", version=state.policy_version, path=str(path))
         self._prune()
+
+    def quarantine(self, serial: int, payload: bytes) -> None:
+        """Keep a group that does not decode in RUN/quarantine, where there is room for it."""
+        folder = self._run_dir.quarantine
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if len(list(folder.glob("group-*.bin"))) < KEPT_GROUPS:
+                (folder / f"group-{serial}.bin").write_bytes(payload)
+        except OSError as error:
+            logger.error("group %d could not be kept: %s", serial, error)
 
     def close(self, state: str, version: int, reason: str = "") -> None:
         """Note how the learner ended: done, drained or failed. Later calls do nothing.

@@ -4,8 +4,10 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
+
+import numpy as np
 
 from broker.contract import BrokerStatus
 from common.errors import SlipstreamError
@@ -210,13 +212,21 @@ class Step:
     elapsed_s: float  # since the loop began
 
 
+@dataclass
+class GivenBack:
+    """Groups that were to be generated again since the last line, and their tokens older than staleness.max, [10]."""
+
+    groups: int = 0
+    by_length_decile: "np.ndarray[Any, np.dtype[np.int64]]" = field(default_factory=lambda: np.zeros(10, np.int64))
+
+
 def step_metrics(
     done: Step,
     broker: BrokerStatus,
     publisher: PublishStats,
     *,
     incarnation: int,
-    groups_regenerated: int,
+    given_back: GivenBack,
     shares: Mapping[str, float],
     generation_stall_s: float,
     transcripts_dropped_total: int,
@@ -244,7 +254,8 @@ def step_metrics(
         batch_kl=done.updates.batch_kl,
         update_age_mean=done.updates.age_mean,
         update_age_max=done.updates.age_max,
-        groups_regenerated=groups_regenerated,
+        groups_regenerated=given_back.groups,
+        tokens_regenerated_by_length_decile=given_back.by_length_decile.tolist(),
         sources=source_figures(done.batch.statistics.sources, shares),
         tokens_trained_total=done.totals.tokens_trained_total,
         publish_s=publisher.publish_s,

@@ -1,5 +1,6 @@
 """Processes: they end with their parent or drain, a lock names its process, freed memory is used again."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -138,6 +139,14 @@ ORPHAN = CHILD.format(call="die_with_parent", arguments="2147483000")
 def test_a_process_ends_after_the_hook_of_a_second_signal_and_at_once_when_its_parent_is_gone(code, ended):
     done = subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, check=False, capture_output=True)
     assert (done.returncode, done.stdout) == ended
+
+
+def test_a_process_that_looks_at_a_lock_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "up.lock"
+    with path.open("w") as looks:
+        fcntl.flock(looks, fcntl.LOCK_SH)
+        monkeypatch.setattr("time.sleep", lambda seconds: fcntl.flock(looks, fcntl.LOCK_UN))
+        take_lock(path).close()
 
 
 def test_a_lock_keeps_others_out_names_its_process_and_ends_with_it(tmp_path: Path) -> None:

@@ -107,6 +107,8 @@ def test_a_bad_group_that_was_found_ahead_is_generated_again_when_it_is_taken(
     assert world.run() == "done"
     assert by_thread["look-ahead"].count(5) >= 1, "the bad one, and perhaps the other"
     assert world.event_kinds().count("bad_group") == world.event_kinds().count("groups_regenerated") == 1
+    (kept,) = world.run_dir.quarantine.glob("*")
+    assert (kept.name, kept.read_bytes()) == ("group-5.bin", b"\xc1 garbage")
     assert len(seen) == STEPS
     assert {entry.state for entry in world.broker.ledger()} == {"committed"}
 

@@ -14,6 +14,7 @@ from common.weights.source.nodes import PublishStats
 from learner.backend_protocol import StepResult
 from learner.batch.batch import BatchStatistics, SourceFigures, TrainingBatch
 from learner.loop.step_metrics import (
+    GivenBack,
     Step,
     Times,
     Totals,
@@ -108,7 +109,7 @@ def test_engines_of_living_nodes_are_summed_up() -> None:
     critic = result(**dict.fromkeys(names, 1.0))
     updates = UpdateFigures(critic=critic)
     step = Step(TrainingBatch(0, [], BatchStatistics()), result(), updates, Times(), Totals(), 1.0)
-    others = {"incarnation": 0, "groups_regenerated": 0, "generation_stall_s": 0.0, "transcripts_dropped_total": 0}
+    others = {"incarnation": 0, "given_back": GivenBack(), "generation_stall_s": 0.0, "transcripts_dropped_total": 0}
     others["shares"] = {}
     found, alone = (step_metrics(step, status_of(*n), PublishStats(), **others) for n in (nodes, []))
     assert (found.nodes_live, found.concurrency, found.episodes_running, found.preemptions_total) == (2, 16, 10, 4)

@@ -114,14 +114,17 @@ def straggling(make_world: MakeWorld, until_step: int, **staleness: object) -> W
     return world
 
 
+def tokens_of(group: Group) -> int:
+    return sum(int(sample.loss_mask.numpy().sum()) for sample in group.samples)
+
+
 def test_a_straggler_does_not_block_and_its_expired_tokens_leave_the_loss(make_world: MakeWorld) -> None:
     world = straggling(make_world, until_step=4)
     world.run()
     found = world.lines()
     assert [line.step for line in found] == list(range(6))
     assert all(line.staleness_max <= 1 for line in found)
-    straggler = make_group(0, 0, 2)
-    sampled = sum(int(sample.loss_mask.numpy().sum()) for sample in straggler.samples)
+    sampled = tokens_of(make_group(0, 0, 2))
     assert sum(line.tokens_expired for line in found) == sampled
     assert sum(sum(line.tokens_expired_by_length_decile) for line in found) == sampled
     assert found[-1].tokens_wasted_total == found[-1].tokens_wasted_masked == sampled
@@ -135,6 +138,8 @@ def test_regenerate_trains_the_straggler_on_a_fresh_version(make_world: MakeWorl
     found = world.lines()
     assert sum(line.tokens_expired for line in found) == 0
     assert sum(line.groups_regenerated for line in found) == 1
+    again = sum(np.array(line.tokens_regenerated_by_length_decile) for line in found)
+    assert again.sum() == tokens_of(make_group(0, 0, 2))
     (entry,) = [entry for entry in world.broker.ledger() if entry.serial == 0]
     assert entry.attempts == 2 and entry.step - entry.version_min <= 1
 
