@@ -121,7 +121,7 @@ EXTRAS = {
 BROUGHT = (
     "torch megatron transformers tokenizers safetensors huggingface_hub pyarrow blake3 cryptography einops omegaconf "
     "vllm aiohttp math_verify jsonschema gymnasium matplotlib redis starlette uvicorn tensorboard wandb mlflow "
-    "sqlalchemy alembic trackio prometheus_client"
+    "sqlalchemy alembic trackio"
 )
 
 

@@ -41,7 +41,7 @@ case "$kind" in
     need_gib=2
     modules="verifiers.v1 reasoning_gym openenv.core.env_server.http_server uvicorn mcp"
     modules="$modules agents pydantic_ai.models.openai smolagents langgraph.prebuilt langchain_openai anthropic"
-    modules="$modules tensorboard.summary.writer.event_file_writer wandb mlflow sqlalchemy trackio prometheus_client msgspec" ;;
+    modules="$modules tensorboard.summary.writer.event_file_writer wandb mlflow sqlalchemy trackio msgspec" ;;
 esac
 [ -n "$venv" ] || { [ "$kind" = cpu ] && venv=.venv || venv=".venv-$kind"; }
 requirements="requirements/$role.txt"
