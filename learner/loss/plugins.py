@@ -45,7 +45,7 @@ def part(
     key = key or f"learner.loss.{kind}"
     found = built_in.get(name)
     if found is None:
-        expected = f"one of {', '.join(built_in)}, or 'module:function'"
+        expected = f"one of {', '.join(built_in)}, or 'module:function'" if built_in else "'module:function'"
         found = load(name, built_in={}, file=file, key=key, expected=expected)
         if not callable(found):
             raise ConfigError(file, key, expected, f"{name!r}, which is a {type(found).__name__}")
@@ -66,7 +66,7 @@ def ask(config: Config, *, elsewhere: bool = False) -> list[Problem]:
     """
     if not plugins(config) or not can_check():
         return []
-    command = [sys.executable, "-m", "learner.loss.plugin_check", *[ELSEWHERE] * elsewhere]
+    command = [sys.executable, "-P", "-m", "learner.loss.plugin_check", *[ELSEWHERE] * elsewhere]
     told = msgspec.json.encode(config)
     key = next(iter(plugins(config)))
     try:

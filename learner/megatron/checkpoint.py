@@ -64,11 +64,11 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
 class CheckpointSave:
     """One rank's share of one checkpoint on its way to the disk."""
 
-    def __init__(self, path: Path, sharded: Any, common: dict[str, Any], still: bool = False) -> None:
+    def __init__(self, path: Path, sharded: Any, common: dict[str, Any], host: "HostCopies | None" = None) -> None:
         """Plan the save into the empty folder `path` and copy the share to host memory. Collective.
 
         `sharded` is Megatron's sharded state, preprocessed, and `common` the state that is the same on every rank.
-        `still`: nothing changes it until it is written, so that no copy is needed.
+        `host` is where the copies go. None: nothing changes the share until it is written, so that none is needed.
         """
         self.path = path
         self.results = []
@@ -77,12 +77,12 @@ class CheckpointSave:
         filesystem_async._results_queue = queue.Queue()
         strategy: Any = _PlanOnly()
         tensors = [each.data for each in nested_values(sharded) if isinstance(each, ShardedTensor)]
-        live = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None and not still}
+        live = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None and host is not None}
         self._config = CheckpointingConfig(strategy.backend, strategy.version)
         self._writer, self._metadata = strategy.async_save(sharded, self.path)
         self._transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
         self._buckets = [
-            (file, key, (objects, [(item, _copied(tensor, live)) for item, tensor in tensors]))
+            (file, key, (objects, [(item, _copied(item, tensor, live, host)) for item, tensor in tensors]))
             for file, key, (objects, tensors) in self._writer.write_buckets
         ]
         if torch.cuda.is_available():
@@ -121,11 +121,26 @@ def _results(told: bytes) -> list[WriteResult]:
     return [replace(result, storage_data=_StorageInfo(**result.storage_data)) for result in results]
 
 
-def _copied(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
+class HostCopies:
+    """Host memory for a rank's share, which every save uses again: to page-lock 50 GiB takes tens of seconds."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, torch.Tensor] = {}
+
+    def of(self, index: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of the part `index`, which is complete when the device is synchronized."""
+        kept = self._kept.get(index)
+        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+            kept = self._kept[index] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return kept.copy_(tensor, non_blocking=True)
+
+
+def _copied(item: Any, tensor: torch.Tensor, live: set[int], host: HostCopies | None) -> torch.Tensor:
     """In host memory, where the next step does not change it; upstream has copied views there already."""
-    if tensor.device.type != "cpu":
-        return tensor.to("cpu", non_blocking=True)
-    return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
+    if host is None:
+        return tensor.cpu()
+    changes = tensor.device.type != "cpu" or tensor.untyped_storage().data_ptr() in live
+    return host.of(item.index, tensor) if changes else tensor
 
 
 def _write(transforms: list[Any], bucket: Any) -> list[Any]:
@@ -152,6 +167,7 @@ class CheckpointWriter:
         self.layout = layout
         self.adapters = adapters
         self._save: CheckpointSave | None = None
+        self._host = HostCopies()
         self._writers: Any = None  # which of the ranks that have the same weight writes it
         self._validated = False
 
@@ -181,7 +197,7 @@ class CheckpointWriter:
             self._writers = determine_main_replica_uniform_distribution(weights, replicas)
         distribute_main_replicas_with_precomputed_distribution(weights, replicas, self._writers)
         self._validated = True
-        self._save = CheckpointSave(path, sharded, common)
+        self._save = CheckpointSave(path, sharded, common, self._host)
 
     def done(self, wait: bool) -> bool:
         """Whether the last save is complete on the disk; with `wait` it is on return. Collective.
@@ -288,7 +304,7 @@ def save_weights(path: Path, chunk: Any) -> None:
             weights[name] = [piece for whole in wholes for piece in _pieces(whole, parameter.partition_dim)]
             parameter.data.untyped_storage().resize_(0)
     header = {"format": FORMAT, "steps": 0, "layout": _sizes(ParallelConfig()), "apart": True}
-    save = CheckpointSave(path, sharded, {"slipstream": header}, still=True)
+    save = CheckpointSave(path, sharded, {"slipstream": header})
     save.thread.join()
     if save.problem:
         raise SlipstreamError(f"{path} could not be written: {save.problem}")

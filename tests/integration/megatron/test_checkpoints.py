@@ -78,13 +78,25 @@ def job_boxes(folder: Path, spec: dict[str, Any]) -> None:
 
 
 def job_shares(folder: Path, spec: dict[str, Any]) -> None:
-    """How many bytes each rank writes of a checkpoint."""
+    """How many bytes each rank writes of a checkpoint; another save after a step, and what it has."""
     backend = tiny_models.backend(folder, spec)
     figures(backend, 0)
     path = folder / "checkpoints" / spec["name"]
     tiny_models.save_checkpoint(backend, path)
     size = sum(file.stat().st_size for file in path.glob(f"__{backend.rank}_*"))
-    forked_ranks.write(folder / spec["name"], backend.rank, {}, {"bytes": size})
+    kept = backend.checkpoints._host._kept
+    places = {index: copy.data_ptr() for index, copy in kept.items()}
+    figures(backend, 1)
+    again = folder / "checkpoints" / f"{spec['name']}-again"
+    tiny_models.save_checkpoint(backend, again)
+    same = bool(places) and places == {index: copy.data_ptr() for index, copy in kept.items()}
+    states = state_digest(backend)
+    figures(backend, 2)
+    backend.load_checkpoint(again)
+    groups = [group for part in backend.optimizer.megatron.chained_optimizers for group in part.optimizer.param_groups]
+    found = {"bytes": size, "same_memory": same, "same_states": state_digest(backend) == states}
+    found["foreach"] = [group.get("foreach", False) for group in groups]
+    forked_ranks.write(folder / spec["name"], backend.rank, {}, found)
 
 
 def job_resume(folder: Path, spec: dict[str, Any]) -> None:
@@ -187,6 +199,12 @@ def test_the_boxes_of_a_range_are_its_elements_in_order(folder: Path) -> None:
 def test_no_rank_writes_much_more_than_its_share(folder: Path) -> None:
     sizes = [rank["bytes"] for rank in Outcome(folder / "shares").ranks]
     assert max(sizes) < 1.5 * sum(sizes) / len(sizes)
+
+
+def test_a_second_save_takes_the_memory_of_the_first_and_holds_what_came_between(folder: Path) -> None:
+    for rank in Outcome(folder / "shares").ranks:
+        assert rank["same_memory"] and rank["same_states"]
+        assert not any(rank["foreach"]), "torch's AdamW would keep all intermediate results, also after a load"
 
 
 def test_a_checkpoint_from_before_the_first_step_starts_the_optimizer_afresh(folder: Path) -> None:
