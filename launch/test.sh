@@ -83,8 +83,9 @@ begun=$SECONDS
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 
-# Jobs and worlds have several processes each, and a cluster's tests run beside them. A file stays on one worker.
-pytest=(python -m pytest -rs --durations=40 -n 2 --dist loadfile --no-loadscope-reorder)
+# A file stays on one worker. Tests wait often, for deadlines and for processes that start, so there are more workers than
+# the two cores that they are made for.
+pytest=(python -m pytest -rs --durations=40 -n 3 --dist loadfile --no-loadscope-reorder)
 
 checks() {
   step "pyright" pyright
@@ -95,7 +96,7 @@ checks() {
 
 bare_install() { step "bare base install" bash tests/check_bare_install.sh; }
 
-cluster() { step "tests on a cluster of hosts" "${pytest[@]}" tests/cluster; }
+cluster() { step "tests on a cluster of hosts" "${pytest[@]}" -n 2 tests/cluster; }
 
 other_library() {
   grep -qw avx512f /proc/cpuinfo || return 0
