@@ -3,15 +3,19 @@
 import errno
 import importlib
 import json
+import math
 import os
 import re
 import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import date
+from datetime import time as clock_time
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -22,6 +26,10 @@ FIRST_ROWS = 1000  # rows of a dataset that a launch looks at
 HEAD_BYTES = 512
 DATASET = "JSON Lines (one JSON object a line), or parquet in a file .parquet"
 MAKE_ROWS = 'python -c "import csv, json; [print(json.dumps(row)) for row in {rows}]" < {file} > {made}'
+COLUMNS = "columns of text, numbers, dates, lists and mappings"
+DROP = (
+    "import sys, pyarrow.parquet as p; p.write_table(p.read_table(sys.argv[1]).drop_columns(sys.argv[3:]), sys.argv[2])"
+)
 CSV = "csv.DictReader(open(0, encoding='utf-8-sig'){more})"
 TABLES = {".csv": ("a CSV file", ""), ".tsv": ("a table with tabs", r", delimiter='\t'")}
 OTHERS = {  # how a file begins: what it is, and how a dataset is made of it
@@ -37,7 +45,7 @@ OTHERS = {  # how a file begins: what it is, and how a dataset is made of it
 
 
 class OtherFormat(UsageError):
-    """A file of a dataset has neither JSON Lines nor parquet; `problem` says what it is and how to convert it."""
+    """A file of a dataset has no rows that can be used; `problem` says what it is and how to convert it."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))
@@ -122,8 +130,8 @@ def dataset_rows(path: Path, key: str) -> Iterator[tuple[str, bytes]]:
     """('PATH line N', JSON object in one line) of every row of a dataset; blank lines are passed over.
 
     A row of a parquet file is written as Python's json.dumps writes it, so a JSONL file that json.dumps wrote has the
-    same bytes. Raises UsageError, naming `key`, the file and the line; also when there is no row at all. It is
-    OtherFormat for a file of another kind.
+    same bytes. Dates and decimals become text there, and NaN null. Raises UsageError, naming `key`, the file and the
+    line; also when there is no row at all. It is OtherFormat for a file of another kind, and for columns of bytes.
     """
     found = False
     for file in dataset_files(path):
@@ -179,9 +187,53 @@ def _parquet_lines(file: Path, key: str) -> Iterator[tuple[int, bytes]]:
     try:
         batches = parquet.ParquetFile(file).iter_batches(batch_size=1024)
         for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
-            yield number, json.dumps(row, allow_nan=False).encode()
-    except (ValueError, TypeError, NotImplementedError) as error:  # pyarrow's, and json's for dates and bytes
+            yield number, _row_line(row, file, number, key)
+    except (ValueError, TypeError, NotImplementedError) as error:  # pyarrow's
         raise UsageError(f"{key}: {file} cannot be read after row {number}: {error}") from None
+
+
+def _row_line(row: dict[str, Any], file: Path, number: int, key: str) -> bytes:
+    """A row of a parquet file as JSON; raises OtherFormat for values that JSON has not."""
+    try:
+        return _json_of(row)
+    except (TypeError, ValueError):
+        found: dict[str, str] = {}
+        for name, value in row.items():
+            try:
+                _json_of(value)
+            except TypeError as error:
+                found[name] = str(error)
+            except ValueError:
+                found[name] = "infinity"
+        what = " and ".join(f"'{name}' has {kind}" for name, kind in found.items())
+        made = file.with_name(f"rows-{file.name}")
+        how = shlex.join(["python", "-c", DROP, str(file), str(made), *found])
+        said = f"{file}, which is whole, but in row {number} column {what}"
+        raise OtherFormat(Problem(key, COLUMNS, said, f"to leave it out: {how}")) from None
+
+
+def _json_of(value: object) -> bytes:
+    """Raises TypeError with the name of a type that JSON has not, and ValueError for infinity."""
+    try:
+        return json.dumps(value, allow_nan=False, default=_as_text).encode()
+    except ValueError:  # pandas writes a missing number as NaN
+        return json.dumps(_without_nan(value), allow_nan=False, default=_as_text).encode()
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, date | clock_time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return str(value)
+    raise TypeError(type(value).__name__)
+
+
+def _without_nan(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _without_nan(part) for name, part in cast("dict[str, object]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(part) for part in cast("list[object]", value)]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _check_object(text: bytes, where: str) -> None:

@@ -323,6 +323,9 @@ def _dataset(key: str, path: str) -> Iterator[Problem]:
     if path.startswith(SCHEME):
         return
     if not dataset_exists(file):
+        if file.is_dir():
+            yield Problem(key, "a JSONL or parquet file", f"{path}, a folder", _files_inside(file))
+            return
         found = f"{path}, which does not exist"
         yield Problem(key, "a JSONL or parquet file", found, DATASET_HINT, kind="missing")
         return
@@ -334,6 +337,14 @@ def _dataset(key: str, path: str) -> Iterator[Problem]:
     except UsageError as error:
         expected = "a whole parquet file" if file.suffix == ".parquet" else "a JSON object on every line"
         yield Problem(key, expected, str(error).removeprefix(f"{key}: "))
+
+
+def _files_inside(folder: Path) -> str:
+    """A hint with a pattern for files of a dataset that are in the folder, or in a folder of it."""
+    for kind in (f"{depth}*.{ending}" for depth in ("", "*/") for ending in ("parquet", "jsonl")):
+        if found := min(folder.glob(kind), default=None):
+            return f"several files are {found.parent}/*{found.suffix}"
+    return "it has neither *.parquet nor *.jsonl"
 
 
 def _sources(config: Config, read: set[str]) -> Iterator[Problem]:

@@ -19,9 +19,10 @@ OPERATION = (  # keys that change no score
     "failures", "serve", "tokenizer",
 )  # fmt: skip
 OWN_FIELDS = (
-    "model", "messages", "input", "temperature", "max_tokens", "n", "stream", "use_activation", "prompt",
+    "model", "messages", "input", "n", "stream", "use_activation", "prompt",
     "prompt_logprobs", "echo",
 )  # fmt: skip
+JUDGE_FIELDS = ("temperature", "max_tokens")  # by null in `extra` a judge gets none
 TEACHER_LIMIT = 20  # vLLM's max_logprobs
 
 
@@ -40,7 +41,7 @@ class ScorerConfig(Strict, frozen=True, kw_only=True):
     opponents: Positive = 2  # Most other answers of its group that an answer is compared with. For pairwise.
     label: Natural = 0  # Index of the label whose raw score counts. For classification.
     max_tokens: Positive = 512  # Tokens of the answer. Raise it for a judge that reasons. For rubric.
-    extra: dict[str, Any] = {}  # More fields of the request, such as chat_template_kwargs.
+    extra: dict[str, Any] = {}  # More fields of the request. temperature replaces 0; null leaves it or max_tokens out.
     # Options of `vllm serve` for `slipstream scorer`, such as max_model_len; `model` is the folder if it differs.
     serve: dict[str, Scalar] = {}
     # Folder with a teacher's tokenizer, to compare it with the policy's. Unset, the folder that `slipstream scorer`
@@ -86,8 +87,7 @@ def scorer_problems(
         if scorer.kind == "pairwise" and group_size == 1:
             yield Problem(f"{at}.kind", "another one with rollout.group_size: 1", "pairwise")
         yield from _verdict(at, scorer)
-        for field in sorted(scorer.extra.keys() & OWN_FIELDS):
-            yield Problem(f"{at}.extra.{field}", "fields that the fleet does not set itself", field)
+        yield from _extra(at, scorer)
         if scorer.timeout_s > scorer.deadline_s:
             yield Problem(f"{at}.timeout_s", f"at most deadline_s ({scorer.deadline_s:g})", f"{scorer.timeout_s:g}")
         if scorer.deadline_s >= sample_s:
@@ -108,6 +108,19 @@ def _endpoint(at: str, scorer: ScorerConfig) -> Iterator[Problem]:
         yield Problem(f"{at}.url", expected, "one with a password", "name a variable with it: api_key_env")
     elif not ENDPOINT.fullmatch(scorer.url):
         yield Problem(f"{at}.url", expected, scorer.url, None if "://" in scorer.url else f"http://{scorer.url}?")
+
+
+def _extra(at: str, scorer: ScorerConfig) -> Iterator[Problem]:
+    judge = scorer.kind in ("rubric", "pairwise")
+    for field in sorted(scorer.extra.keys() & {*OWN_FIELDS, *(() if judge else JUDGE_FIELDS)}):
+        yield Problem(f"{at}.extra.{field}", "fields that the fleet does not set itself", field)
+    for field in JUDGE_FIELDS if judge else ():
+        found = scorer.extra.get(field)
+        if field == "max_tokens" and found is not None:
+            hint = f"the number is {at}.max_tokens"
+            yield Problem(f"{at}.extra.{field}", "null, which leaves it out", str(found), hint)
+        elif found is not None and (isinstance(found, bool) or not isinstance(found, int | float)):
+            yield Problem(f"{at}.extra.{field}", "a number, or null, which leaves it out", repr(found))
 
 
 def _verdict(at: str, scorer: ScorerConfig) -> Iterator[Problem]:

@@ -192,7 +192,7 @@ def check_first_row(config: Config, environment: Description, at: str = "tasks")
 
 
 def check_scorers(config: Config, file: str) -> Iterator[Finding]:
-    """Each scorer answers, serves its model and has its label; no made-up answer is judged by a rubric."""
+    """Each scorer answers, serves its model, and takes a request about a made-up answer."""
     from rollout_fleet.scorers import check
 
     why = "each answer needs a score; a sample without one fails"

@@ -22,7 +22,7 @@ from common.staleness import expired
 from common.wire_types import Array
 from learner.backend_protocol import UNKNOWN, RoutingShape
 from learner.batch.dynamic_sampling import carries_signal
-from learner.batch.group_rewards import rewards_of, rewards_of_tokens
+from learner.batch.group_rewards import check_estimates, rewards_of, rewards_of_tokens
 from learner.batch.packing import Document
 from learner.loss.advantages import ADVANTAGES
 from learner.loss.plugins import part
@@ -215,6 +215,7 @@ def assemble(
     """Advantages, staleness (counted from `step`) and expiry of one step's groups, whose order does not matter.
 
     `routing`: the shape of the experts to replay; None: none are. `ahead`: groups that are prepared, by serial.
+    Raises HopelessError for an estimator of the advantage that gives no finite number for a sample.
     """
     kept: list[Group] = []
     filtered: list[Group] = []
@@ -249,9 +250,10 @@ def _advantages(
         sampled = {group.serial: [played.sampled for played, _ in prepared[group.serial]] for group in own}
         rewards = [rewards_of(group, sampled[group.serial], job.tasks.success) for group in own]
         estimates = estimator(rewards) if own else []
-        if not job.learner.loss.trains_on_rewards:
-            estimates = [np.zeros(len(estimate)) for estimate in estimates]
-        found |= {group.serial: estimate for group, estimate in zip(own, estimates, strict=True)}
+        if not loss.trains_on_rewards:
+            estimates = [np.zeros(len(group.samples)) for group in own]
+        check_estimates(estimates, rewards, f"{loss.advantage} of tasks.sources.{name}" if name else loss.advantage)
+        found |= {group.serial: np.asarray(estimate) for group, estimate in zip(own, estimates, strict=True)}
     return found
 
 

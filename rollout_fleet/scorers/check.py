@@ -24,9 +24,18 @@ from common.json_lines import first_row
 from rollout_fleet.environments.builtin.reward_function import messages_of
 from rollout_fleet.environments.protocol import Chat
 from rollout_fleet.environments.registry import played
-from rollout_fleet.scorers.requests import ScorerFailed, address_of, asked, body_of, score_of, text_of_prompt
+from rollout_fleet.scorers.requests import (
+    SHOWN_CHARS,
+    ScorerFailed,
+    address_of,
+    asked,
+    body_of,
+    score_of,
+    text_of_prompt,
+)
 from rollout_fleet.scorers.teacher_requests import question, taught, vocabulary_of
 
+REFUSED = (400, 422)  # a request as such, whatever answer it asks about
 MADE_UP = "The answer is 42."
 PROBE = "Q: 384+519=? A: 903. Why? Because it is."
 TALK = [{"role": "user", "content": PROBE}]
@@ -36,7 +45,7 @@ def check_scorers(config: Config, file: str) -> Iterator[str]:
     """Sentences on scorers that do not answer yet, which may come later.
 
     Raises ConfigError for a template that does not fit the dataset's first row. It does so, too, for a model that is
-    not served there, and for a label that the model lacks.
+    not served there, a label that the model lacks, and a request that a judge refuses.
     """
     for name, scorer in config.scorers.items():
         if scorer.kind == "teacher":
@@ -94,12 +103,38 @@ def look(name: str, scorer: ScorerConfig, *, body: bytes, file: str, longest: in
             return f"does not classify: {error}"
         except ScorerFailed as error:
             raise ConfigError(file, f"scorers.{name}.label", "a label with a raw score", str(error)) from error
+    elif scorer.kind != "teacher" and body:
+        return _judged(name, scorer, body=body, file=file)
+    return ""
+
+
+def _judged(name: str, scorer: ScorerConfig, *, body: bytes, file: str) -> str:
+    """As `look`, of one request of a judge; one that takes longer than this look may be well."""
+    try:
+        request(scorer, address_of(scorer), body)
+    except urllib.error.HTTPError as error:
+        key = _key_of(scorer)
+        with error:
+            said = f"HTTP {error.code}: {error.read(SHOWN_CHARS).decode(errors='replace')}"
+        said = said.replace(key, "***") if key else said
+        if error.code not in REFUSED:
+            return f"does not judge: {said}"
+        expected = f"a request that {scorer.url} takes"
+        hint = "extra.temperature replaces 0; null there leaves temperature or max_tokens out"
+        raise ConfigError(file, f"scorers.{name}", expected, said, hint) from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        return "" if isinstance(reason, TimeoutError) else f"does not judge: {reason}"
     return ""
 
 
 def request(scorer: ScorerConfig, url: str, body: bytes | None = None) -> bytes:
     """The answer to a GET, or to a POST of `body`, with the scorer's key; raises as urlopen."""
-    return asked(url, body, key=os.environ.get(scorer.api_key_env, "") if scorer.api_key_env else "")
+    return asked(url, body, key=_key_of(scorer))
+
+
+def _key_of(scorer: ScorerConfig) -> str:
+    return os.environ.get(scorer.api_key_env, "") if scorer.api_key_env else ""
 
 
 def check_teacher(config: Config, name: str, file: str) -> str:

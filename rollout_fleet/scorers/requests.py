@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from common.config.scorers import ScorerConfig
+from common.config.scorers import JUDGE_FIELDS, ScorerConfig
 from rollout_fleet.environments.builtin.reward_function import filled
 from rollout_fleet.environments.protocol import Chat, StopReason
 from rollout_fleet.episode.driver import NOTE_CHARS, EpisodeFailed
@@ -109,7 +109,10 @@ def body_of(scorer: ScorerConfig, row: Mapping[str, Any], *, prompt: str, comple
         text = isinstance(scorer.prompt, str)
         body |= {"use_activation": False} | ({"input": messages[0]["content"]} if text else {"messages": messages})
     else:
-        body |= {"messages": messages, "temperature": 0, "max_tokens": scorer.max_tokens}
+        body = {"temperature": 0, "max_tokens": scorer.max_tokens, **body, "messages": messages}
+        for field in JUDGE_FIELDS:  # models that reason take neither
+            if body[field] is None:
+                del body[field]
     return json.dumps(body).encode()
 
 
@@ -133,7 +136,8 @@ def _verdict(scorer: ScorerConfig, answer: bytes) -> Score:
     found = msgspec.json.decode(answer, type=_Completion)
     choice = found.choices[0]
     if choice.finish_reason == "length":  # an early thought, or a number without its end
-        raise ValueError(f"no verdict, the answer was cut at max_tokens ({scorer.max_tokens})")
+        limit = "its limit of tokens" if "max_tokens" in scorer.extra else f"max_tokens ({scorer.max_tokens})"
+        raise ValueError(f"no verdict, the answer was cut at {limit}")
     text = choice.message.content or ""
     verdict = scorer.verdict or ""
     labels = {}

@@ -281,6 +281,17 @@ def test_kinds_of_rounding_that_vllm_has_for_others_are_refused_with_the_nearest
     refused(job(folder, rollout=rollout), "rollout.engine.quantization", f"'{kind}'", why, "'fp8_per_channel'?")
 
 
+def test_a_folder_as_a_dataset_is_no_missing_file_and_its_shards_are_named(folder):
+    shards = folder / "shards"
+    (shards / "main").mkdir(parents=True)
+    dataset = {"dataset": str(shards)}
+    refused(job(folder, tasks=dataset), "tasks.dataset", f"{shards}, a folder", "neither *.parquet nor *.jsonl")
+    (shards / "main" / "train-0.parquet").touch()
+    refused(job(folder, tasks=dataset), "tasks.dataset", f"{shards}, a folder", f"{shards}/main/*.parquet")
+    (shards / "b.jsonl").touch()
+    refused(job(folder, tasks=dataset), "tasks.dataset", f"{shards}, a folder", f"{shards}/*.jsonl")
+
+
 def test_experts_are_not_rounded(folder):
     rollout = {"engine": {"max_model_len": 512, "quantization": "fp8_per_channel"}}
     passes(folder, rollout=rollout)

@@ -2,9 +2,12 @@
 
 import gzip
 import json
+import math
 import shutil
 import subprocess
 import sys
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,34 @@ def test_files_that_only_another_program_reads_are_named(tmp_path: Path, begins:
     (tmp_path / "rows").write_bytes(begins + b" and more")
     with pytest.raises(OtherFormat, match="to convert it: "):
         list(dataset_rows(tmp_path / "rows", "tasks.dataset"))
+
+
+def parquet(path: Path, rows: list[dict[str, object]]) -> Path:
+    from pyarrow import Table
+    from pyarrow.parquet import write_table
+
+    write_table(Table.from_pylist(rows), path)
+    return path
+
+
+def test_parquet_columns_of_ordinary_types_become_text_and_nan_null(tmp_path: Path) -> None:
+    days = {"day": date(2026, 1, 2), "at": datetime(2026, 1, 2, 3, 4, 5), "hour": time(6, 7), "price": Decimal("1.50")}
+    path = parquet(tmp_path / "rows.parquet", [{**days, "n": math.nan, "list": [{"n": math.nan}, {"n": 1.0}]}])
+    ((_, row),) = dataset_rows(path, "tasks.dataset")
+    text = {"day": "2026-01-02", "at": "2026-01-02T03:04:05", "hour": "06:07:00", "price": "1.50"}
+    assert json.loads(row) == {**text, "n": None, "list": [{"n": None}, {"n": 1.0}]}
+
+
+def test_a_parquet_column_that_json_has_not_is_named_with_a_command_that_leaves_it_out(tmp_path: Path) -> None:
+    row = {"q": "a", "image": {"bytes": b"\0"}, "far": math.inf, "took": timedelta(1)}
+    path = parquet(tmp_path / "a b.parquet", [row])
+    with pytest.raises(OtherFormat) as caught:
+        list(dataset_rows(path, "tasks.dataset"))
+    what = "'image' has bytes and 'far' has infinity and 'took' has timedelta"
+    assert caught.value.problem.found == f"{path}, which is whole, but in row 1 column {what}"
+    _, _, command = str(caught.value.problem.hint).partition("to leave it out: ")
+    subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True)
+    assert [row for _, row in dataset_rows(tmp_path / "rows-a b.parquet", "tasks.dataset")] == [b'{"q": "a"}']
 
 
 def test_rows_count_and_not_the_name(tmp_path: Path) -> None:

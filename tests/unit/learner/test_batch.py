@@ -1,6 +1,7 @@
 """Batch assembly: what is refused, what expires, and what is counted."""
 
 import math
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -12,12 +13,14 @@ from hypothesis import strategies as st
 from broker.contract import StoredGroup
 from common.config.loss_keys import DistillationConfig
 from common.config.schema import Config
+from common.errors import HopelessError
 from common.rollouts import Branch, Group, GroupMeta, Sample, TemperatureRun, VersionRun, encode_group
 from common.wire_types import Array
 from learner.backend_protocol import RoutingShape
 from learner.batch.batch import BadGroup, assemble, cache_ages, decode, length_deciles, prepare
 from learner.batch.packing import FILLER, build
 from learner.loop.step_metrics import Totals
+from learner.loss.types import GroupRewards
 from tests.rigs.refusals import refused
 
 
@@ -289,6 +292,51 @@ def test_the_batch_does_not_depend_on_the_order_of_arrival(make_config: Callable
     one, two = assemble(groups, 0, make_config()), assemble(groups[::-1], 0, make_config())
     assert [d.advantage for d in one.documents] == [d.advantage for d in two.documents]
     assert one.statistics == two.statistics
+
+
+# ------ estimators that pass the launch's checks, whose rewards are not these
+
+
+def root(groups: list[GroupRewards]) -> list[np.ndarray]:
+    return [np.nan_to_num(group.totals, nan=0.0) ** 0.5 for group in groups]
+
+
+def two_alone(groups: list[GroupRewards]) -> list[np.ndarray]:
+    return [np.nan_to_num(group.totals)[:2] for group in groups]
+
+
+def first_alone(groups: list[GroupRewards]) -> list[np.ndarray]:
+    return [group.totals for group in groups[:1]]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (root, "[nan, 1.0, 0.0] for the rewards [-4.0, 1.0, nan]"),
+        (two_alone, "[-4.0, 1.0] for the rewards [-4.0, 1.0, nan]"),
+        (first_alone, "1 groups of advantages for 2 groups of rewards"),
+    ],
+)
+def test_an_estimator_without_a_finite_number_for_a_sample_ends_the_run_for_good(
+    function: Callable[..., object], found: str, make_config: Callable[..., Config]
+) -> None:
+    name = f"{__name__}:{function.__name__}"
+    config = make_config(learner={"loss": {"advantage": name}})
+    samples = [sample(reward=-4.0), sample(reward=1.0), sample(reward=0.0, error="timeout")]
+    with pytest.raises(HopelessError, match=re.escape("learner.loss.advantage: expected a finite number")) as raised:
+        assemble([group(0, *samples), group(1, *samples)], 0, config)
+    assert f"found {found} by {name};" in str(raised.value)
+
+
+def test_an_estimator_may_give_anything_for_a_failed_sample(make_config: Callable[..., Config]) -> None:
+    config = make_config(learner={"loss": {"advantage": f"{__name__}:itself"}})
+    batch = assemble([group(0, sample(reward=2.0), sample(error="timeout"))], 0, config)
+    assert [document.advantage for document in batch.documents] == [2.0]
+
+
+def itself(groups: list[GroupRewards]) -> list[list[float]]:
+    return [group.totals.tolist() for group in groups]
 
 
 def test_an_estimator_sees_all_groups_of_the_step(make_config: Callable[..., Config]) -> None:

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import sys
-from datetime import date
 from pathlib import Path
 
 import msgspec
@@ -95,14 +94,14 @@ def test_a_parquet_file_that_cannot_be_rows_is_refused(tmp_path: Path, monkeypat
 
     (tmp_path / "text.parquet").write_text('{"a": 1}')
     assert said(tmp_path / "text.parquet").startswith(f"tasks.dataset: {tmp_path}/text.parquet ")
-    days = parquet(tmp_path / "days.parquet", [{"day": date(2026, 1, 1)}])
-    told = said(days)
-    assert "row 1:" in told and "date" in told
-    assert "row 1:" in said(parquet(tmp_path / "nan.parquet", [{"a": float("nan")}]))
+    data = parquet(tmp_path / "data.parquet", [{"image": b"1"}])
+    told = said(data)
+    assert "row 1 " in told and "'image' has bytes" in told
+    assert "row 1 " in said(parquet(tmp_path / "far.parquet", [{"a": float("inf")}]))
     assert "no rows" in said(parquet(tmp_path / "none.parquet", []))
     assert "no rows" in said(tmp_path / "no-*.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    assert str(days) in (told := said(days)) and "pyarrow" in told
+    assert str(data) in (told := said(data)) and "pyarrow" in told
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from rollout_fleet import driver_factory
 from rollout_fleet.driver_factory import build_driver, check_rows
 from rollout_fleet.environments.description import check_environment
 from rollout_fleet.episode.driver import EpisodeDriver
-from rollout_fleet.scorers import client
+from rollout_fleet.scorers import check, client
 from rollout_fleet.scorers.check import check_scorers
 from rollout_fleet.scorers.server import command
 from tests.rigs.configs import job_of
@@ -256,14 +257,35 @@ def test_a_server_of_another_protocol_is_a_warning(tmp_path: Path, server: Judge
         thread.join()
 
 
-def test_a_launch_asks_no_judge_and_is_silent_about_one_that_serves_its_model(
+def test_a_launch_asks_a_judge_once_and_is_silent_about_one_that_takes_the_request(
     tmp_path: Path, server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-secret")
     config = job(tmp_path, server, api_key_env="JUDGE_KEY")
     check_rows(config, check_environment(config.tasks), "job.yaml")
     assert list(check_scorers(config, "job.yaml")) == []
-    assert (server.bodies, server.keys) == ([], ["Bearer sk-secret"])
+    assert ([*server.bodies[0]], server.keys) == (
+        ["temperature", "max_tokens", "model", "messages"],
+        ["Bearer sk-secret"] * 2,
+    )
+    assert len(server.bodies) == 1
+
+
+def test_a_request_that_a_judge_refuses_is_a_problem_and_a_slow_judge_is_none(
+    tmp_path: Path, server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    config = job(tmp_path, server, api_key_env="JUDGE_KEY")
+    server.acts = [status(400, "Use 'max_completion_tokens' instead. sk-secret"), status(500, "broken"), judges.close]
+    with refused(ConfigError, "job.yaml", "HTTP 400: Use 'max_completion_tokens' instead. ***", "null") as caught:
+        list(check_scorers(config, "job.yaml"))
+    assert caught.value.key == "scorers.judge"
+    for fact in ("HTTP 500: broken", "does not judge"):
+        (sentence,) = check_scorers(config, "job.yaml")
+        assert fact in sentence
+    server.act = judges.hang
+    monkeypatch.setattr(check, "asked", partial(check.asked, timeout_s=0.2))
+    assert list(check_scorers(config, "job.yaml")) == []
 
 
 @pytest.mark.parametrize("served", [404, 500, []])

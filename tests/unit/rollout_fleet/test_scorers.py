@@ -100,6 +100,20 @@ def test_a_rubric_is_asked_at_temperature_0_and_the_last_verdict_counts(server: 
     assert server.paths == ["/v1/chat/completions"]
 
 
+def test_a_judge_that_reasons_gets_another_temperature_and_none_of_the_fields_that_it_refuses(
+    server: JudgeServer,
+) -> None:
+    server.act = says("Score: 1", finish_reason="length")
+    extra = {"temperature": 1, "max_tokens": None, "max_completion_tokens": 64}
+    assert "cut at its limit of tokens" in reason(judge(server, extra=extra))
+    reason(judge(server, extra={"temperature": None}))
+    fields = [{name: found for name, found in body.items() if name != "messages"} for body in server.bodies]
+    assert fields == [
+        {"model": "judge", "temperature": 1, "max_completion_tokens": 64},
+        {"model": "judge", "max_tokens": 512},
+    ]
+
+
 def test_places_in_an_answer_are_not_filled(server: JudgeServer) -> None:
     score(judge(server), "{question} {{x}}")
     assert server.bodies[0]["messages"][0]["content"] == "Why? P Answer: {question} {{x}}"
