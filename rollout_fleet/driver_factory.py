@@ -27,11 +27,12 @@ from rollout_fleet.episode.driver import (
     checked_metrics,
     finite,
 )
-from rollout_fleet.episode.rendering import Renderer
+from rollout_fleet.episode.rendering import Renderer, token_of
 from rollout_fleet.episode.sampler_protocol import Sampler
 
 # Reward functions judge these before a launch: a sentence, and the answer of a policy that ends its turn at once.
 MADE_UP = ("The answer is 42.", "")
+PAIRS = 'messages are Chat((("user", text), ...))'
 
 
 def build_drivers(config: Config, sampler: Sampler, thread: EnvironmentThread) -> dict[str, EpisodeDriver]:
@@ -153,6 +154,11 @@ def try_episode(config: Config, found: Description, row: dict[str, Any]) -> None
         observation = asyncio.run(_first_observation(config, found, row))
     if not isinstance(observation, str | list | Chat):
         raise EpisodeFailed(f"reset returned {type(observation).__name__}, expected a text, token ids or a Chat")
+    try:
+        for each in observation if isinstance(observation, list) else ():
+            token_of(each)
+    except ValueError as error:
+        raise EpisodeFailed(f"reset returned a list: {error}; {PAIRS}") from error
 
 
 async def _first_observation(config: Config, found: Description, problem: dict[str, Any]) -> object:
