@@ -111,7 +111,7 @@ def check_prompts(config: Config, file: str) -> tuple[str, dict[str, Any]] | Non
     None where the dataset cannot be read: the config's checks say so, or it is on another machine or of the hub.
     Raises ConfigError, naming the row, for a template that does not fit.
     """
-    from rollout_fleet.environments.builtin.reward_function import messages_of
+    from rollout_fleet.environments.builtin.reward_function import check_filled, messages_of
 
     first = None
     rewards = config.tasks.reward is not None
@@ -121,8 +121,10 @@ def check_prompts(config: Config, file: str) -> tuple[str, dict[str, Any]] | Non
         first = first or (where, row)
         try:
             list(messages_of(prompt, row) if rewards else ())
+            if prompt is not None:
+                check_filled(prompt, row)
         except ValueError as error:
-            expected = "a template whose columns are in each row, or rows with the column 'prompt'"
+            expected = "a template with {column}, whose columns are in each row, or rows with the column 'prompt'"
             raise ConfigError(file, "tasks.prompt", expected, f"{where}: {error}") from error
     return first
 

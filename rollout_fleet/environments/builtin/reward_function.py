@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from common.errors import ConfigError
+from common.errors import ConfigError, meant
 from common.import_path import check_arguments, load
 from rollout_fleet.environments.protocol import Action, Chat, StepResult
 from rollout_fleet.environments.reward_library import BUILT_IN, column_of, text_of
@@ -206,6 +206,21 @@ def filled(template: str, row: Mapping[str, Any]) -> str:
     def value(place: re.Match[str]) -> str:
         if place[1]:
             return f"{{{place[1]}}}"
-        return text_of(row, place[2]) if place[2] in row or _WORD.fullmatch(place[2]) else place[0]
+        return text_of(row, place[2]) if _is_column(place, row) else place[0]
 
     return _PLACE.sub(value, template)
+
+
+def check_filled(prompt: str | Sequence[Mapping[str, str]], row: Mapping[str, Any]) -> None:
+    """Raise ValueError, with the nearest column, for a prompt without a place for one: all rows would have the same."""
+    text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    if any(_is_column(place, row) for place in _PLACE.finditer(text)):
+        return
+    columns = [f"{{{column}}}" for column in row]
+    braces = re.search(r"\{+[^{}\n]*\}+", text)
+    hint = meant(braces[0] if braces else "", columns, f"the row has {', '.join(columns)}")
+    raise ValueError(f"no column is filled in, and each row has the same prompt; {hint}")
+
+
+def _is_column(place: re.Match[str], row: Mapping[str, Any]) -> bool:
+    return not place[1] and (place[2] in row or _WORD.fullmatch(place[2]) is not None)

@@ -224,6 +224,27 @@ def test_a_prompt_that_does_not_fit_the_dataset_is_refused_with_the_row(
     assert "train.jsonl line 1" in error.found
 
 
+@pytest.mark.parametrize(
+    ("prompt", "hint"),
+    [
+        ("Think step by step.\n{}", "the row has {question}, {answer}"),
+        ("Think step by step.", "the row has {question}, {answer}"),
+        ("{{question}}", "did you mean '{question}'?"),
+        ("Q: { question }", "did you mean '{question}'?"),
+        ("{question:>5}", "did you mean '{question}'?"),
+        ("{question!r} in \\boxed{}", "did you mean '{question}'?"),
+        (
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "{{Question}}"}],
+            "did you mean '{question}'?",
+        ),
+    ],
+)
+def test_a_prompt_that_would_be_the_same_for_every_row_is_refused(folder: Path, prompt: Any, hint: str) -> None:
+    error = refused(job(folder, "exact_match", rows=[{"question": "?", "answer": "2"}], prompt=prompt))
+    assert error.key == "tasks.prompt"
+    assert "train.jsonl line 1" in error.found and hint in error.found
+
+
 def test_every_row_must_have_the_prompt_s_columns_not_only_the_first(folder: Path) -> None:
     rows = [{"question": "?", "answer": "2"}, {"qustion": "?", "answer": "2"}]
     error = refused(job(folder, "exact_match", rows=rows, prompt="{question}"))
