@@ -22,6 +22,9 @@ KEY = "tasks.reward"
 EXPECTED = "a built-in reward or 'module:function'"
 PROMPT_COLUMN = "prompt"
 ROLES = ("system", "user", "assistant", "tool")
+# Keys of a message that a chat template may show, and a Chat has no place for. Others, such as timestamps, are ignored,
+# and so is the reasoning of earlier turns, which most templates leave out.
+NO_PLACE = ("tool_calls", "tool_call_id", "function_call", "name")
 SHOWN_CHARS = 200
 _PLACE = re.compile(r"\{\{([A-Za-z_][\w.]*)\}\}|\{([^{}\n]+)\}")  # {{word}} stands for {word}
 _WORD = re.compile(r"[A-Za-z_][\w.]*")
@@ -177,7 +180,8 @@ def messages_of(prompt: str | Sequence[Mapping[str, str]] | None, row: Mapping[s
     """(role, content) of the prompt's messages for a row.
 
     A template is one user message. A place that is all of it may name a column of messages, as without `prompt` the
-    column `prompt` may. Raises ValueError for a column that is missing, with the nearest, or has another form.
+    column `prompt` may. Raises ValueError for a column that is missing, with the nearest, or has another form, and for
+    messages with tool calls or names.
     """
     if prompt is not None and not isinstance(prompt, str):
         yield from ((message["role"], filled(message["content"], row)) for message in prompt)
@@ -195,6 +199,10 @@ def messages_of(prompt: str | Sequence[Mapping[str, str]] | None, row: Mapping[s
         if role not in ROLES or not isinstance(content, str):
             expected = f'a list of {{"role": {"|".join(ROLES)}, "content": text}}'
             raise ValueError(f"expected {expected}, found {message!r}"[:SHOWN_CHARS])
+        if lost := [key for key in NO_PLACE if message.get(key)]:
+            raise ValueError(
+                f"the policy would not read {lost[0]!r} of a message, found {message[lost[0]]!r}"[:SHOWN_CHARS]
+            )
         yield role, content
     if role == "assistant":
         raise ValueError("the last message is the assistant's: the policy would read the answer that it is to give")
