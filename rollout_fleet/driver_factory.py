@@ -27,11 +27,12 @@ from rollout_fleet.episode.driver import (
     checked_metrics,
     finite,
 )
-from rollout_fleet.episode.rendering import Renderer
+from rollout_fleet.episode.rendering import Renderer, token_of
 from rollout_fleet.episode.sampler_protocol import Sampler
 
 # Reward functions judge these before a launch: a sentence, and the answer of a policy that ends its turn at once.
 MADE_UP = ("The answer is 42.", "")
+PAIRS = 'messages are Chat((("user", text), ...))'
 
 
 def build_drivers(config: Config, sampler: Sampler, thread: EnvironmentThread) -> dict[str, EpisodeDriver]:
@@ -110,7 +111,7 @@ def check_prompts(config: Config, file: str) -> tuple[str, dict[str, Any]] | Non
     None where the dataset cannot be read: the config's checks say so, or it is on another machine or of the hub.
     Raises ConfigError, naming the row, for a template that does not fit.
     """
-    from rollout_fleet.environments.builtin.reward_function import messages_of
+    from rollout_fleet.environments.builtin.reward_function import check_filled, messages_of
 
     first = None
     rewards = config.tasks.reward is not None
@@ -120,8 +121,10 @@ def check_prompts(config: Config, file: str) -> tuple[str, dict[str, Any]] | Non
         first = first or (where, row)
         try:
             list(messages_of(prompt, row) if rewards else ())
+            if prompt is not None:
+                check_filled(prompt, row)
         except ValueError as error:
-            expected = "a template whose columns are in each row, or rows with the column 'prompt'"
+            expected = "a template with {column}, whose columns are in each row, or rows with the column 'prompt'"
             raise ConfigError(file, "tasks.prompt", expected, f"{where}: {error}") from error
     return first
 
@@ -153,6 +156,11 @@ def try_episode(config: Config, found: Description, row: dict[str, Any]) -> None
         observation = asyncio.run(_first_observation(config, found, row))
     if not isinstance(observation, str | list | Chat):
         raise EpisodeFailed(f"reset returned {type(observation).__name__}, expected a text, token ids or a Chat")
+    try:
+        for each in observation if isinstance(observation, list) else ():
+            token_of(each)
+    except ValueError as error:
+        raise EpisodeFailed(f"reset returned a list: {error}; {PAIRS}") from error
 
 
 async def _first_observation(config: Config, found: Description, problem: dict[str, Any]) -> object:

@@ -22,11 +22,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+MESSAGE_CHARS = 200  # characters of a refused message
+
 
 @dataclass(frozen=True)
 class Chat:
     """An observation as messages: the tokenizer's chat template makes text of them, up to where the assistant
     begins. A tokenizer without one gets the contents, joined by blank lines.
+
+    Raises ValueError for messages that are no pairs of texts, such as the dicts of OpenAI's API.
     """
 
     # (role, content), for example ("user", "What is 1 + 1?") or, after a tool call, ("tool", "2")
@@ -36,6 +40,12 @@ class Chat:
     # the tools that the policy may call, as a JSON list of function schemas; '' for none. The same in every Chat of an
     # episode.
     tools: str = ""
+
+    def __post_init__(self) -> None:
+        for message in self.messages:  # a dict with two keys would unpack to their names
+            pair = isinstance(message, tuple | list) and len(message) == 2
+            if not pair or not all(isinstance(part, str) for part in message):
+                raise ValueError(f'expected messages that are ("user", text) pairs, found {message!r}'[:MESSAGE_CHARS])
 
 
 Observation = str | list[int] | Chat

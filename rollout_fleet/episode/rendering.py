@@ -63,7 +63,7 @@ class Renderer:
                 observation = self.conversation(messages, observation.tools, options)
             else:
                 observation = self.continuation(messages, end_token, observation.tools, options)
-        return self.encode(observation) if isinstance(observation, str) else [_token(found) for found in observation]
+        return self.encode(observation) if isinstance(observation, str) else [token_of(found) for found in observation]
 
     def conversation(self, messages: list[Message], tools: str = "", options: Message | None = None) -> str:
         """A whole conversation, up to where the assistant begins; messages as chat templates want them."""
@@ -102,7 +102,8 @@ class Renderer:
         return template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
 
 
-def _token(found: object) -> int:
+def token_of(found: object) -> int:
+    """A token id of an environment; raises ValueError for what is no integer."""
     try:
         return operator.index(found)  # type: ignore[arg-type]
     except TypeError:

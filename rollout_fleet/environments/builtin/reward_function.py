@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from common.errors import ConfigError
+from common.errors import ConfigError, meant
 from common.import_path import check_arguments, load
 from rollout_fleet.environments.protocol import Action, Chat, StepResult
 from rollout_fleet.environments.reward_library import BUILT_IN, column_of, text_of
@@ -22,6 +22,9 @@ KEY = "tasks.reward"
 EXPECTED = "a built-in reward or 'module:function'"
 PROMPT_COLUMN = "prompt"
 ROLES = ("system", "user", "assistant", "tool")
+# Keys of a message that a chat template may show, and a Chat has no place for. Others, such as timestamps, are ignored,
+# and so is the reasoning of earlier turns, which most templates leave out.
+NO_PLACE = ("tool_calls", "tool_call_id", "function_call", "name")
 SHOWN_CHARS = 200
 _PLACE = re.compile(r"\{\{([A-Za-z_][\w.]*)\}\}|\{([^{}\n]+)\}")  # {{word}} stands for {word}
 _WORD = re.compile(r"[A-Za-z_][\w.]*")
@@ -177,7 +180,8 @@ def messages_of(prompt: str | Sequence[Mapping[str, str]] | None, row: Mapping[s
     """(role, content) of the prompt's messages for a row.
 
     A template is one user message. A place that is all of it may name a column of messages, as without `prompt` the
-    column `prompt` may. Raises ValueError for a column that is missing, with the nearest, or has another form.
+    column `prompt` may. Raises ValueError for a column that is missing, with the nearest, or has another form, and for
+    messages with tool calls or names.
     """
     if prompt is not None and not isinstance(prompt, str):
         yield from ((message["role"], filled(message["content"], row)) for message in prompt)
@@ -195,6 +199,10 @@ def messages_of(prompt: str | Sequence[Mapping[str, str]] | None, row: Mapping[s
         if role not in ROLES or not isinstance(content, str):
             expected = f'a list of {{"role": {"|".join(ROLES)}, "content": text}}'
             raise ValueError(f"expected {expected}, found {message!r}"[:SHOWN_CHARS])
+        if lost := [key for key in NO_PLACE if message.get(key)]:
+            raise ValueError(
+                f"the policy would not read {lost[0]!r} of a message, found {message[lost[0]]!r}"[:SHOWN_CHARS]
+            )
         yield role, content
     if role == "assistant":
         raise ValueError("the last message is the assistant's: the policy would read the answer that it is to give")
@@ -206,6 +214,21 @@ def filled(template: str, row: Mapping[str, Any]) -> str:
     def value(place: re.Match[str]) -> str:
         if place[1]:
             return f"{{{place[1]}}}"
-        return text_of(row, place[2]) if place[2] in row or _WORD.fullmatch(place[2]) else place[0]
+        return text_of(row, place[2]) if _is_column(place, row) else place[0]
 
     return _PLACE.sub(value, template)
+
+
+def check_filled(prompt: str | Sequence[Mapping[str, str]], row: Mapping[str, Any]) -> None:
+    """Raise ValueError, with the nearest column, for a prompt without a place for one: all rows would have the same."""
+    text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    if any(_is_column(place, row) for place in _PLACE.finditer(text)):
+        return
+    columns = [f"{{{column}}}" for column in row]
+    braces = re.search(r"\{+[^{}\n]*\}+", text)
+    hint = meant(braces[0] if braces else "", columns, f"the row has {', '.join(columns)}")
+    raise ValueError(f"no column is filled in, and each row has the same prompt; {hint}")
+
+
+def _is_column(place: re.Match[str], row: Mapping[str, Any]) -> bool:
+    return not place[1] and (place[2] in row or _WORD.fullmatch(place[2]) is not None)

@@ -56,7 +56,7 @@ def observation_of(found: Any) -> Observation:
     """An observation from its JSON; the renderer checks token ids. Raises LookupError, ValueError or TypeError."""
     if not isinstance(found, dict):
         return found
-    messages = tuple((str(role), str(content)) for role, content in found["messages"])
+    messages = tuple(tuple(each) if isinstance(each, list) else each for each in found["messages"])
     return Chat(messages, tuple((str(name), value) for name, value in found["options"]), str(found["tools"]))
 
 

@@ -268,7 +268,7 @@ def test_an_engine_that_spans_machines_is_a_problem_unless_this_machine_has_its_
 # ---------------------------------------------------------------- the environment
 
 GAMES = """
-from rollout_fleet.environments.protocol import Limits
+from rollout_fleet.environments.protocol import Chat, Limits
 import {library}
 
 class Game:
@@ -287,8 +287,16 @@ class Hangs(Game):
 
 class Numbers(Hangs):
     async def reset(self): return 3.5
+
+class Messages(Hangs):
+    async def reset(self): return [{{"role": "user", "content": "1+1"}}]
+
+class Dicts(Hangs):
+    async def reset(self): return Chat(tuple(await Messages.reset(self)))
 """
 FAILS = "fails on the first row of tasks.dataset: "
+SAID = "{'role': 'user', 'content': '1+1'}"
+PAIRS = 'messages are Chat((("user", text), ...))'
 
 
 @pytest.fixture
@@ -306,6 +314,8 @@ def games(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("Game", "reset raised KeyError: 'word'"),
         ("Hangs", "reset took longer than 0.5 s"),
         ("Numbers", "reset returned float, expected a text, token ids or a Chat"),
+        ("Messages", f"reset returned a list: a token id must be an integer, found {SAID}; {PAIRS}"),
+        ("Dicts", f'reset raised ValueError: expected messages that are ("user", text) pairs, found {SAID}'),
     ],
 )
 def test_an_environment_that_fails_on_the_first_row_is_named_with_the_row(

@@ -118,6 +118,7 @@ def test_an_observation_crosses_whole(host: ProcessHost, how: str, prompt: str) 
     ("how", "reason", "why"),
     [
         ("raise", "environment_error", "step raised RuntimeError: not today"),
+        ("dicts", "environment_error", "{'role': 'user', 'content': 'hi'}"),
         ("half_a_token", "environment_error", "a token id must be an integer, found 2.7"),
         ("exit", "environment_error", "step raised SystemExit"),
         ("eat", "environment_error", "MemoryError"),

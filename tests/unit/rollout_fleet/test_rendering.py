@@ -76,6 +76,23 @@ def test_options_and_tools_reach_the_template(end_token: int | None) -> None:
 
 
 @pytest.mark.parametrize(
+    "messages",
+    [
+        ({"role": "user", "content": "hi"},),
+        ({"role": "assistant", "content": "", "tool_calls": []},),
+        ("user", "hi"),
+        ("hi",),
+        (("user", None),),
+        (("user", "hi", "more"),),
+    ],
+    ids=["dict", "dict of three", "one pair alone", "text", "no text", "three"],
+)
+def test_messages_that_are_no_pairs_of_texts_are_refused(messages: Any) -> None:
+    with refused(ValueError, repr(messages[0])):
+        Chat(messages)
+
+
+@pytest.mark.parametrize(
     ("observation", "why"),
     [([1, 2.7], "2.7"), (Chat((("user", MARK),)), "once")],
     ids=["no token id", "the mark that finds the seam"],

@@ -175,6 +175,11 @@ CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1=
         (None, {"prompt": "1+1="}, [("user", "1+1=")]),
         (None, {"prompt": CHAT}, [("system", "Add."), ("user", "1+1=")]),
         ("{messages}", {"messages": CHAT}, [("system", "Add."), ("user", "1+1=")]),
+        (
+            None,
+            {"prompt": [{"role": "user", "content": "1+1=", "name": None, "tool_calls": [], "timestamp": 3}]},
+            [("user", "1+1=")],
+        ),
         ("{q}?", {"q": 3}, [("user", "3?")]),
         ('{q} in \\boxed{} {{q}} {"a": 1} {0}', {"q": "x"}, [("user", 'x in \\boxed{} {q} {"a": 1} {0}')]),
         ("{extra.q} {my column}", {"extra": {"q": "a"}, "my column": "b"}, [("user", "a b")]),
@@ -222,6 +227,44 @@ def test_a_prompt_that_does_not_fit_the_dataset_is_refused_with_the_row(
     error = refused(job(folder, "exact_match", rows=[row], prompt=prompt))
     assert error.key == "tasks.prompt"
     assert "train.jsonl line 1" in error.found
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tool_calls", [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]),
+        ("function_call", {"name": "add", "arguments": "{}"}),
+        ("tool_call_id", "call_1"),
+        ("name", "add"),
+    ],
+)
+def test_a_message_with_a_key_that_the_policy_would_not_read_is_refused(folder: Path, key: str, value: Any) -> None:
+    said = {"role": "assistant", "content": "", key: value}
+    rows = [{"prompt": CHAT, "answer": "2"}, {"prompt": [CHAT[1], said, CHAT[1]], "answer": "2"}]
+    error = refused(job(folder, "exact_match", rows=rows))
+    assert error.key == "tasks.prompt"
+    assert "train.jsonl line 2" in error.found and repr(key) in error.found
+
+
+@pytest.mark.parametrize(
+    ("prompt", "hint"),
+    [
+        ("Think step by step.\n{}", "the row has {question}, {answer}"),
+        ("Think step by step.", "the row has {question}, {answer}"),
+        ("{{question}}", "did you mean '{question}'?"),
+        ("Q: { question }", "did you mean '{question}'?"),
+        ("{question:>5}", "did you mean '{question}'?"),
+        ("{question!r} in \\boxed{}", "did you mean '{question}'?"),
+        (
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "{{Question}}"}],
+            "did you mean '{question}'?",
+        ),
+    ],
+)
+def test_a_prompt_that_would_be_the_same_for_every_row_is_refused(folder: Path, prompt: Any, hint: str) -> None:
+    error = refused(job(folder, "exact_match", rows=[{"question": "?", "answer": "2"}], prompt=prompt))
+    assert error.key == "tasks.prompt"
+    assert "train.jsonl line 1" in error.found and hint in error.found
 
 
 def test_every_row_must_have_the_prompt_s_columns_not_only_the_first(folder: Path) -> None:

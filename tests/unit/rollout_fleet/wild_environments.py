@@ -82,6 +82,10 @@ class Wild:
             importlib.import_module(self.how)
         if self.how == "talk":
             return Chat((("user", "hi"),), (("enable_thinking", False),), "[]")
+        if self.how == "dicts":
+            chat = Chat(())
+            vars(chat)["messages"] = [{"role": "user", "content": "hi"}]
+            return chat
         if self.how == "half_a_token":
             return [103, 2.7]
         if self.how == "token_array":
