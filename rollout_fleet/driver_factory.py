@@ -152,8 +152,12 @@ def try_episode(config: Config, found: Description, row: dict[str, Any]) -> None
     Reward functions also judge the completions MADE_UP. Raises EpisodeFailed with the reason why a sample would fail,
     BackendFailed when no environment can be started.
     """
-    with redirect_stdout(sys.stderr):  # the command's output is not for environments
-        observation = asyncio.run(_first_observation(config, found, row))
+    thread = EnvironmentThread()
+    try:
+        with redirect_stdout(sys.stderr):  # the command's output is not for environments
+            observation = asyncio.run(_first_observation(config, found, row, thread))
+    finally:
+        thread.close(keep_loop=True)  # a node of this process plays with the same clients
     if not isinstance(observation, str | list | Chat):
         raise EpisodeFailed(f"reset returned {type(observation).__name__}, expected a text, token ids or a Chat")
     try:
@@ -163,9 +167,11 @@ def try_episode(config: Config, found: Description, row: dict[str, Any]) -> None
         raise EpisodeFailed(f"reset returned a list: {error}; {PAIRS}") from error
 
 
-async def _first_observation(config: Config, found: Description, problem: dict[str, Any]) -> object:
+async def _first_observation(
+    config: Config, found: Description, problem: dict[str, Any], thread: EnvironmentThread
+) -> object:
     names = set[frozenset[str]]()
-    with closing(EnvironmentThread()) as thread, closing(_backend(config, found, thread)) as backend:
+    with closing(_backend(config, found, thread)) as backend:
         environment = backend.environment(problem, config.run.seed, config.run.seed)
         try:
             async with bounded("reset", found.limits.reset_s):

@@ -8,6 +8,7 @@ calls of one turn of the event loop cross together with one wake-up, and so do t
 """
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import threading
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PROBE_S = 5.0
 THREAD_END_S = 1.0
+_kept: list[asyncio.AbstractEventLoop] = []  # the next thread takes it over
 
 
 class _Crossing:
@@ -49,12 +51,13 @@ class EnvironmentThread:
 
     def __init__(self) -> None:
         self._probing = False
-        self._renew()
+        self._keeps_loop = False
+        self._renew(_kept.pop() if _kept else asyncio.new_event_loop())
 
-    def _renew(self) -> None:
+    def _renew(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start a thread; it gets crossings of its own, each used by one thread on either side."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_serve, args=(self._loop,), name="environments", daemon=True)
+        self._loop = loop
+        self._thread = threading.Thread(target=self._serve, args=(loop,), name="environments", daemon=True)
         self._thread.start()
         self._there = _Crossing(self._loop)
         self._back = _Crossing(self._loop)
@@ -103,15 +106,29 @@ class EnvironmentThread:
             if not answered.is_set() and self._loop is loop:
                 logger.error("an environment blocks its thread; later episodes run on a new one")
                 loop.call_soon_threadsafe(loop.stop)  # for when it unblocks
-                self._renew()
+                self._renew(asyncio.new_event_loop())
 
         asyncio.get_running_loop().call_later(PROBE_S, check)
 
-    def close(self) -> None:
-        """End the thread; an environment that still blocks keeps it until the process ends."""
+    def close(self, keep_loop: bool = False) -> None:
+        """End the thread; an environment that still blocks keeps it until the process ends.
+
+        `keep_loop`: the process's next EnvironmentThread takes the event loop over. Clients that user code keeps in
+        its modules belong to the loop of their first call.
+        """
+        self._keeps_loop = keep_loop
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(THREAD_END_S)
+        self._keeps_loop = keep_loop and not self._thread.is_alive()
+        if self._keeps_loop:
+            _kept.append(self._loop)
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run until stopped."""
+        loop.run_forever()
+        if not self._keeps_loop or loop is not self._loop:
+            _end(loop)
 
 
 def _settle(answer: asyncio.Future[T], task: asyncio.Task[T]) -> None:
@@ -140,15 +157,20 @@ async def _contained(function: Callable[[], Awaitable[T]]) -> T:
         raise RuntimeError(f"the environment raised {type(error).__name__}") from error
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run until stopped; unfinished tasks are cancelled."""
-    loop.run_forever()
+def _end(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel unfinished tasks, and close the loop."""
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()
     if left:
         loop.run_until_complete(asyncio.wait(left, timeout=THREAD_END_S))
     loop.close()
+
+
+@atexit.register
+def _end_kept() -> None:
+    while _kept:
+        _end(_kept.pop())
 
 
 class ThreadBackend(backend.Backend):

@@ -37,7 +37,13 @@ from tests.unit.rollout_fleet.fleet_fakes import (
 
 ROW = {"prompt": "1+1=", "answer": "2"}
 SOURCE = """
-import math, sys
+import asyncio, math, sys
+
+loops = []
+
+async def client(completion, row):
+    loops.append(asyncio.get_running_loop())
+    return float(loops[0] is loops[-1])
 
 def length(completion, row): return len(completion)
 def right(completion, row, *, bonus=1.0): return bonus * (completion == row["answer"])
@@ -141,6 +147,14 @@ def test_a_reward_by_name_gets_completion_row_and_options(
     check_rows(config, check_environment(config.tasks), "job.yaml")
     (sample,), _ = samples(config, "2")
     assert (sample.error, sample.reward, sample.metrics) == (None, expected, metrics)
+
+
+def test_a_node_goes_on_with_the_clients_that_its_launch_check_opened(folder: Path) -> None:
+    config = job(folder, "my_rewards:client")
+    for _ in range(2):
+        check_rows(config, check_environment(config.tasks), "job.yaml")
+    found, _ = samples(config, "2", "3")
+    assert [(sample.error, sample.reward) for sample in found] == [(None, 1.0), (None, 1.0)]
 
 
 @pytest.mark.parametrize("process", [False, True])

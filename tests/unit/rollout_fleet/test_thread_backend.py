@@ -33,6 +33,26 @@ async def test_many_calls_at_once_each_get_their_own_answer_from_the_other_threa
     assert answers == [(n, f"call {n}" if n % 7 == 0 else "environments") for n in range(200)]
 
 
+async def test_a_loop_is_kept_with_its_tasks_for_the_next_thread_unless_the_thread_is_blocked() -> None:
+    first, blocks = thread_backend.EnvironmentThread(), threading.Event()
+
+    async def loop_and_tasks() -> tuple[asyncio.AbstractEventLoop, list[asyncio.Task[object]]]:
+        return asyncio.get_running_loop(), [asyncio.create_task(asyncio.sleep(LIMIT_S))]
+
+    loop, (task,) = await first.call(loop_and_tasks)
+    first.close(keep_loop=True)
+    second = thread_backend.EnvironmentThread()
+    again, _ = await second.call(loop_and_tasks)
+    assert again is loop
+    assert not task.done()
+    loop.call_soon_threadsafe(blocks.wait)
+    second.close(keep_loop=True)
+    third = new_host()
+    assert (await third.call(loop_and_tasks))[0] is not loop
+    blocks.set()
+    await until_async(lambda: not second._thread.is_alive())
+
+
 async def test_cancelling_the_caller_cancels_the_call_and_others_go_on() -> None:
     host, began, ended = new_host(), threading.Event(), threading.Event()
 
