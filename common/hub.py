@@ -108,6 +108,18 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise UsageError(f"model.path: {folder} has no usable tokenizer: {reason}") from error
 
 
+def begin_tokens(tokenizer: Any) -> list[int]:
+    """The tokens that a tokenizer puts before a text, such as <s>; [] for most. A chat template writes its own."""
+    text, whole = (list[int](tokenizer.encode("a", add_special_tokens=added)) for added in (False, True))
+    found = (at for at in range(len(whole)) if whole[at : at + len(text)] == text)
+    return whole[: next(found, 0)]
+
+
+def begun(tokens: list[int], begin: list[int]) -> list[int]:
+    """`tokens` behind those of `begin_tokens`, unless they begin so already."""
+    return tokens if tokens[: len(begin)] == begin else [*begin, *tokens]
+
+
 def _parse(key: str, value: str) -> re.Match[str]:
     """The groups `repo`, `revision` (None stands for the main branch) and `files` ('' for a model)."""
     model = key in MODEL_KEYS

@@ -2,8 +2,8 @@
 
 A row is {"prompt": text, "completion": text}, or {"segments": [[text, 0 | 1], ...]} where 1 marks text to be learnt.
 An end-of-sequence token follows every trained segment, as it ends every turn that the model will generate. Texts are
-tokenised one by one without special tokens, as in an episode. Or a row is {"messages": [{"role": ..., "content":
-...}, ...]}, and the assistant's tokens are learnt (ChatTemplate).
+tokenised one by one, as in an episode: the tokenizer's begin tokens, such as <s>, go before the first. Or a row is
+{"messages": [{"role": ..., "content": ...}, ...]}, and the assistant's tokens are learnt (ChatTemplate).
 """
 
 import hashlib
@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from common.errors import UsageError
+from common.hub import begin_tokens, begun
 from common.json_lines import dataset_rows
 from learner.batch.packing import Document
 from learner.loop.tasks import RowOrder
@@ -41,6 +42,8 @@ class ChatTokenizer(Protocol):
 
     eos_token_id: int | None
     all_special_ids: list[int]
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, list[list[int]]]: ...
 
@@ -187,6 +190,7 @@ class SftDataset:
             folder = getattr(tokenizer, "name_or_path", "its folder")
             raise UsageError(f"model.path: the tokenizer in {folder} has no end-of-sequence token; set eos_token")
         self._tokenizer = tokenizer
+        self._begin = begin_tokens(tokenizer)
         self._chats = ChatTemplate(tokenizer)
         self._rows: list[Row] = []
         self._names: list[str] = []
@@ -228,6 +232,8 @@ class SftDataset:
                 for _, trained in found:
                     tokens += [*next(pieces), eos] if trained else next(pieces)
                     mask += [trained] * (len(tokens) - len(mask))
+                tokens = begun(tokens, self._begin)
+                mask = [0] * (len(tokens) - len(mask)) + mask
             if len(tokens) < 2:
                 raise UsageError(f"{self._names[row]} has {len(tokens)} tokens, nothing to predict")
             mask[0] = 0

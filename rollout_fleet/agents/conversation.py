@@ -178,7 +178,7 @@ class Conversation:
 
         before = max(fits, key=likeness, default=None)
         if before is None:
-            return None, self._renderer.encode(self._renderer.conversation(messages, request.tools)), words
+            return None, self._renderer.prompt(messages, request.tools), words
         new = messages[len(before.words) :]
         end = before.record.tokens[before.length - 1] if before.ended else None
         return before, self._renderer.encode(self._renderer.continuation(new, end, request.tools)), words
@@ -192,8 +192,10 @@ class Conversation:
         own = [turn for turn in self.turns if turn.text is not None and turn.record.name == request.agent]
         fits = [turn for turn in own if prompt[: len(known(turn))] == known(turn)]
         found = max(fits, key=lambda turn: turn.sampled, default=None)
-        start = 0 if found is None else len(known(found))
-        return found, self._renderer.encode(prompt[start:]) if isinstance(prompt, str) else list(prompt[start:]), ()
+        new = prompt if found is None else prompt[len(known(found)) :]
+        if not isinstance(new, str):
+            return found, list(new), ()
+        return found, self._renderer.first(new) if found is None else self._renderer.encode(new), ()
 
     def _kept(
         self,

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
+from common.hub import begin_tokens, begun
 from rollout_fleet.environments.protocol import Chat, Observation, ToolCall
 
 MARK = "SLIPSTREAM-ASSISTANT-SAID-THIS"
@@ -46,6 +47,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._begin = begin_tokens(tokenizer)
         self._cached = lru_cache(maxsize=4096)(self._encode)
 
     @property
@@ -60,10 +62,16 @@ class Renderer:
             messages: list[Message] = [{"role": role, "content": content} for role, content in observation.messages]
             options = dict(observation.options)
             if end_token is None:
-                observation = self.conversation(messages, observation.tools, options)
-            else:
-                observation = self.continuation(messages, end_token, observation.tools, options)
-        return self.encode(observation) if isinstance(observation, str) else [token_of(found) for found in observation]
+                return self.prompt(messages, observation.tools, options)
+            return self.encode(self.continuation(messages, end_token, observation.tools, options))
+        if isinstance(observation, str):
+            return self.first(observation) if end_token is None else self.encode(observation)
+        return [token_of(found) for found in observation]
+
+    def prompt(self, messages: list[Message], tools: str = "", options: Message | None = None) -> list[int]:
+        """Token ids of a whole conversation, as `conversation`."""
+        text = self.conversation(messages, tools, options)
+        return self.encode(text) if self.template else self.first(text)
 
     def conversation(self, messages: list[Message], tools: str = "", options: Message | None = None) -> str:
         """A whole conversation, up to where the assistant begins; messages as chat templates want them."""
@@ -87,6 +95,10 @@ class Renderer:
     def text(self, tokens: list[int]) -> str:
         """Tokens as text, special ones included."""
         return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def first(self, text: str) -> list[int]:
+        """Tokens of a text with which an episode begins, after those that the tokenizer puts before one."""
+        return begun(self.encode(text), self._begin)
 
     def encode(self, text: str) -> list[int]:
         """Text as tokens, none added."""

@@ -21,6 +21,9 @@ class Characters:
     eos_token_id = EOS
     all_special_ids = (EOS,)
 
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [ord(c) for c in text]
+
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, list[list[int]]]:
         assert not add_special_tokens
         return {"input_ids": [[ord(c) for c in part] for part in text]}
@@ -46,6 +49,28 @@ def test_every_trained_segment_ends_with_the_end_token_and_others_do_not(
 ) -> None:
     (document,) = dataset(tmp_path, row).documents([0])
     assert (document.tokens.tolist(), document.loss_mask.tolist()) == (tokens, mask)
+
+
+class Beginning(Characters):
+    """It begins a text with <s>, written `<`, and ends it, as a server adds them."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        found = super().encode(text, add_special_tokens=False)
+        return [ord("<"), *found, EOS] if add_special_tokens else found
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "mask"),
+    [
+        ('{"prompt": "ab", "completion": "cd"}', "<abcd", [0, 0, 0, 1, 1, 1]),
+        ('{"prompt": "<ab", "completion": "cd"}', "<abcd", [0, 0, 0, 1, 1, 1]),
+        ('{"segments": [["ab", 1]]}', "<ab", [0, 1, 1, 1]),
+    ],
+)
+def test_a_row_begins_as_the_tokenizer_begins_a_text(tmp_path: Path, row: str, text: str, mask: list[int]) -> None:
+    (document,) = dataset(tmp_path, row, tokenizer=Beginning()).documents([0])
+    assert document.tokens.tolist() == [*map(ord, text), EOS]
+    assert document.loss_mask.tolist() == mask
 
 
 def test_steps_walk_through_the_epochs_and_shuffled_ones_have_every_row_once(tmp_path: Path) -> None:

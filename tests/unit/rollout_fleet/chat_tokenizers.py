@@ -3,6 +3,8 @@
 import itertools
 from typing import Any
 
+from tokenizers.processors import TemplateProcessing
+
 from common.rollouts import VersionRun
 from launch.quickstart.assets import build_tokenizer
 from rollout_fleet.episode.sampler_protocol import Generation
@@ -49,6 +51,16 @@ def with_template(template: str, end: str) -> Any:
     return tokenizer
 
 
+def beginning(template: str | None = None) -> Any:
+    """A tokenizer that puts <bos> before a text, as those of Llama and Mistral do, and <eos> behind it."""
+    tokenizer = build_tokenizer()
+    special = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<bos>", "<eos>")]
+    added = TemplateProcessing(single="<bos> $A <eos>", special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = added
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 def qwen() -> Any:
     return with_template(QWEN, "<eos>")
 
@@ -61,7 +73,8 @@ def speaker(tokenizer: Any, *said: str | list[int] | Exception, ended: bool = Tr
         turn = next(left)
         if isinstance(turn, Exception):
             return turn
-        ids = [*(tokenizer.encode(turn) if isinstance(turn, str) else turn), tokenizer.eos_token_id]
+        text = tokenizer.encode(turn, add_special_tokens=False) if isinstance(turn, str) else turn
+        ids = [*text, tokenizer.eos_token_id]
         ids = ids if ended else ids[:-1]
         runs = [VersionRun(0, next(versions))]
         return Generation(ids, [-0.5 - i for i in range(len(ids))], runs, "stop" if ended else "length")

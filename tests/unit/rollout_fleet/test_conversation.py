@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import json
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from rollout_fleet.episode.driver import EpisodeFailed, EpisodeRules, Progress, 
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Generation, Session
 from tests.rigs.refusals import refused
-from tests.unit.rollout_fleet.chat_tokenizers import QWEN, speaker, with_template
+from tests.unit.rollout_fleet.chat_tokenizers import QWEN, beginning, speaker, with_template
 from tests.unit.rollout_fleet.fleet_fakes import CharacterTokenizer
 
 ADD = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -32,8 +33,8 @@ ADD = [{"type": "function", "function": {"name": "add", "parameters": {"type": "
 class Talk:
     """A conversation over a scripted policy; `say` is one request of an agent."""
 
-    def __init__(self, *said: str, template: str = QWEN, ended: bool = True) -> None:
-        self.tokenizer = with_template(template, "<eos>")
+    def __init__(self, *said: str, template: str = QWEN, ended: bool = True, tokenizer: Any = None) -> None:
+        self.tokenizer = tokenizer or with_template(template, "<eos>")
         self.sampler = speaker(self.tokenizer, *said, ended=ended)
         rules = EpisodeRules(Budget(8, 1000, 5000))
         self.talk = Conversation(self.sampler, Renderer(self.tokenizer), rules, Progress())
@@ -221,6 +222,18 @@ def test_completions_continue_texts_and_token_ids_exactly() -> None:
     assert third.prompt_tokens == second.prompt_tokens + second.tokens + [40, 41]
     kept = talk.talk.longest()
     assert kept is not None and kept.path().turns == 3
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_conversation_and_a_completion_begin_as_the_tokenizer_begins_a_text(chat: bool) -> None:
+    talk = Talk(" one", " two", tokenizer=beginning())
+    encode = partial(talk.tokenizer.encode, add_special_tokens=False)
+    first = talk.say([user("Count:")]) if chat else talk.complete("Count:")
+    said = [user("Count:"), assistant(" one"), user("and")]
+    second = talk.say(said) if chat else talk.complete("Count: one and")
+    assert first.prompt_tokens == encode("<bos>Count:")
+    new = "\n\nand\n\n" if chat else " and"
+    assert second.prompt_tokens == first.prompt_tokens + first.tokens + encode(new)
 
 
 NO_IDS = ([-1], [1, -5], [True], [1.5], [[1]], {"a": 1}, ["a", "b"])

@@ -95,7 +95,7 @@ def test_equal_text_is_tokenised_once() -> None:
     tokenizer = CharacterTokenizer()
     driver = make_driver(ScriptedSampler(lambda _: say(" =3")), Addition, tokenizer=tokenizer)
     assert play(driver, SUM) == play(driver, SUM)
-    assert tokenizer.encoded == ["Q: 1+2=? A:"]
+    assert tokenizer.encoded.count("Q: 1+2=? A:") == 1
 
 
 def test_options_and_seed_reach_the_constructor_and_an_observation_of_token_ids_is_used_as_it_is() -> None:

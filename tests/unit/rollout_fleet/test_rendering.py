@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from rollout_fleet.environments.protocol import Action, Chat, StepResult
+from rollout_fleet.environments.protocol import Action, Chat, Observation, StepResult
 from rollout_fleet.episode.rendering import MARK, Renderer
 from tests.rigs.refusals import refused
-from tests.unit.rollout_fleet.chat_tokenizers import LLAMA, QWEN, qwen, speaker, with_template
+from tests.unit.rollout_fleet.chat_tokenizers import LLAMA, QWEN, beginning, qwen, speaker, with_template
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, make_driver
 
 TOOLS = '[{"type": "function", "function": {"name": "add"}}]'
@@ -55,6 +55,29 @@ def test_prompt_and_sampled_tokens_of_a_turn_are_an_exact_prefix_of_the_next_pro
     if template == QWEN:  # between two turns stands what the template puts there
         between = tokenizer.decode(prompts[1][len(prompts[0] + said[0]) :])
         assert between == "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><eos>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "observation", "text"),
+    [
+        (None, "2+2=", "<bos>2+2="),
+        (LLAMA, "2+2=", "<bos>2+2="),
+        (None, "<bos>2+2=", "<bos>2+2="),
+        (None, Chat((("user", "2+2="),)), "<bos>2+2="),
+        (LLAMA, Chat((("user", "2+2="),)), "<bos><|user|>\n\n2+2=<eos><|assistant|>\n\n"),
+        (LLAMA[5:], Chat((("user", "2+2="),)), "<|user|>\n\n2+2=<eos><|assistant|>\n\n"),
+        (None, [40, 41], None),
+    ],
+)
+def test_an_episode_begins_as_the_tokenizer_begins_a_text_unless_a_template_or_token_ids_do(
+    template: str | None, observation: Observation, text: str | None
+) -> None:
+    tokenizer = beginning(template)
+    renderer = Renderer(tokenizer)
+    found = renderer.ids(observation)
+    assert found == ([40, 41] if text is None else tokenizer.encode(text, add_special_tokens=False))
+    assert tokenizer.bos_token_id not in renderer.ids("And now?", tokenizer.eos_token_id)
+    assert tokenizer.bos_token_id not in renderer.ids(Chat((("user", "And now?"),)), tokenizer.eos_token_id)
 
 
 def test_a_turn_that_ended_with_another_token_gets_the_template_s_end_as_well() -> None:
