@@ -11,8 +11,9 @@ CHECKOUT = SOURCES if (SOURCES / "launch" / "setup.sh").is_file() else None
 NEEDED = {"learner": ("torch", "megatron-core", "megatron-bridge"), "rollout": ("torch", "vllm")}  # names of versions()
 # environments of launch/setup.sh that have the packages of an extra; the first is the usual one
 ENVIRONMENTS = {
-    **{"learner": ("learner", "cpu"), "rollout": ("rollout", "cpu"), "sinks": ("adapters",)},
-    **dict.fromkeys(("cpu", "report", "web"), ("cpu",)),
+    **{"learner": ("learner", "cpu"), "sinks": ("adapters",)},
+    **dict.fromkeys(("rollout", "web"), ("rollout", "cpu")),
+    **dict.fromkeys(("cpu", "report"), ("cpu",)),
 }
 
 

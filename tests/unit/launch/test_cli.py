@@ -5,15 +5,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 
 import pytest
 import yaml
 
 from common.errors import EXIT_USAGE
+from common.process.install import ENVIRONMENTS
 from launch.cli import COMMANDS, GROUPS, main, parse
 from launch.resolve_target import load_job
 from tests.rigs.configs import HEAVY, imported_by, refusal, run_cli
+from tests.rigs.processes import ROOT
 from tests.rigs.redis_servers import free_port
 from tests.rigs.waiting import LIMIT_S
 
@@ -251,6 +254,15 @@ def test_the_version_is_that_of_the_package(capsys):
 )
 def test_commands_that_train_nothing_import_nothing_heavy(code, heavy):
     assert imported_by(code) & heavy == set()
+
+
+@pytest.mark.parametrize("extra", ["web", "report"])
+def test_every_environment_that_has_an_extra_s_packages_is_named(extra: str) -> None:
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
+    names = [re.split(r"[>=]", package)[0] for package in wanted]
+    pins = {role: (ROOT / "requirements" / f"{role}.txt").read_text() for role in ("learner", "rollout", "cpu")}
+    having = {role for role, text in pins.items() if all(f"\n{name}==" in text for name in names)}
+    assert having == {*ENVIRONMENTS[extra]}
 
 
 def test_missing_package_is_explained(monkeypatch, job, capsys):
