@@ -2,13 +2,14 @@
 
 import asyncio
 import sys
-from contextlib import closing, redirect_stdout
+from collections.abc import Iterable
+from contextlib import closing, redirect_stdout, suppress
 from typing import Any
 
 import msgspec
 
 from common.config.schema import Config
-from common.errors import ConfigError, of_source
+from common.errors import ConfigError, meant, of_source
 from common.hub import load_tokenizer
 from common.json_lines import FIRST_ROWS, first_rows
 from rollout_fleet.environments import registry
@@ -65,11 +66,15 @@ def build_driver(
     """The driver of the environment and budgets of a config with one source, over an engine that may start later.
 
     `sampling`: None stands for the config's. `clients`: scorers' that exist already; new ones are added. Raises
-    UsageError for an unusable environment, option or tokenizer.
+    UsageError for an unusable environment, option or tokenizer, and for a prompt of tasks.reward, or variables, that
+    do not fit the model's chat template.
     """
     rollout = config.rollout
     found = check_environment(config.tasks)
-    renderer = Renderer(load_tokenizer(config.model.path))
+    tokenizer = load_tokenizer(config.model.path)
+    renderer = Renderer(tokenizer)
+    if config.tasks.reward is not None:
+        _check_template(config, tokenizer, renderer)
     budget = Budget(rollout.max_turns, rollout.max_tokens, rollout.engine.max_model_len)
     job = Sampling(rollout.temperature, rollout.top_p)
     rules = EpisodeRules(
@@ -103,6 +108,45 @@ def _backend(config: Config, found: Description, thread: EnvironmentThread) -> B
     processes = ProcessHost(found.modules, found.limits.python or sys.executable)
     timeout_s = config.rollout.sample_timeout_s
     return ProcessBackend(found.path, options, found.limits, timeout_s, processes, found.shares_seed)
+
+
+def _check_template(config: Config, tokenizer: Any, renderer: Renderer) -> None:
+    """Raise ConfigError for variables that no chat template reads, and where it does not render the first row's prompt.
+
+    Not among a launch's first checks: transformers takes seconds, and a node imports it anyway.
+    """
+    from rollout_fleet.environments.builtin.reward_function import messages_of
+
+    options = config.tasks.chat_template_kwargs
+    for where, line in first_rows(config.tasks.dataset, 1):
+        row = msgspec.json.decode(line, type=dict[str, Any])
+        try:
+            messages = tuple(messages_of(registry.played(config.tasks)[1]["prompt"], row))
+        except ValueError:  # check_rows says it
+            continue
+        try:
+            renderer.ids(Chat(messages, tuple(options.items())))
+        except Exception as error:  # a template raises anything
+            expected = "messages that the model's chat template renders"
+            raise ConfigError(
+                "config", "tasks.prompt", expected, f"{where}: {type(error).__name__}: {error}"
+            ) from error
+    found = getattr(tokenizer, "chat_template", None)
+    if options and found and "chat_template" not in options:
+        _check_variables(config, [found] if isinstance(found, str) else found.values())
+
+
+def _check_variables(config: Config, templates: Iterable[str]) -> None:
+    from jinja2 import Environment, TemplateError
+
+    with suppress(TemplateError):  # the first row's prompt shows it
+        # all names, which are more than the variables: a parser would need the tags that transformers adds
+        tokens = [token for template in templates for token in Environment().lex(template)]
+        names = {value for _, kind, value in tokens if kind == "name"}
+        for name in sorted(config.tasks.chat_template_kwargs.keys() - names):
+            expected = f"variables of the chat template of {config.model.path}"
+            hint = meant(name, names, "the template would ignore it")
+            raise ConfigError("config", "tasks.chat_template_kwargs", expected, repr(name), hint)
 
 
 def check_prompts(config: Config, file: str) -> tuple[str, dict[str, Any]] | None:

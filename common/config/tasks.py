@@ -29,6 +29,25 @@ from common.json_lines import dataset_rows
 AGENT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 Role = Literal["system", "user", "assistant", "tool"]
 SOURCE_NAME = re.compile(r"[A-Za-z][\w-]{0,63}")  # the wire has room for 256
+# arguments of a tokenizer's apply_chat_template, which are no variables of the template; chat_template chooses one
+TAKEN = frozenset(
+    [
+        "add_generation_prompt",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    ]
+)
 PENALTY = "overlong_penalty"  # metric of tasks.truncated: penalized
 DEFAULT_BUFFER_SHARE = 5  # overlong_buffer_tokens is this part of rollout.max_tokens, as in DAPO
 
@@ -228,6 +247,9 @@ def _source_problems(at: str, tasks: TasksConfig) -> Iterator[Problem]:
     for name in tasks.agents:
         if not AGENT_NAME.fullmatch(name):
             yield Problem(f"{at}.agents.{name}", "a name of at most 64 of a-z, A-Z, 0-9, _, . and -", f"{name!r}")
+    for name in sorted(TAKEN & tasks.chat_template_kwargs.keys()):
+        hint = "it is an argument of the tokenizer, which an episode sets"
+        yield Problem(f"{at}.chat_template_kwargs", "variables of the chat template", repr(name), hint)
     for key in ("reward", "prompt"):
         if getattr(tasks, key) == []:
             yield Problem(f"{at}.{key}", "at least one entry", "none")

@@ -120,6 +120,13 @@ def test_override_is_typed_by_yaml_and_schema(write, override, key, value):
         ("tasks: {environment: e, dataset: d, options: 3}", "tasks.options", "a mapping", "3", ""),
         ("tasks: {dataset: d}\nrollout: {}", "tasks", "environment or a reward", "neither", "docs/rewards.md"),
         ("tasks: {environment: e, dataset: d, reward: r}", "tasks.reward", "nothing beside", "both", ""),
+        (
+            "tasks: {reward: r, dataset: d, chat_template_kwargs: {enable_thinking: false, tokenize: true}}",
+            "tasks.chat_template_kwargs",
+            "variables of the chat template",
+            "'tokenize'",
+            "argument of the tokenizer",
+        ),
         ("tasks: {environment: e, dataset: d, prompt: p}", "tasks.prompt", "nothing beside", "both", ""),
         ("tasks: {dataset: d, rewards: r}\nrollout: {}", "tasks.rewards", "known key", "rewards", "'reward'"),
         ("tasks: {dataset: d, reward: []}", "tasks.reward", "at least one", "none", ""),

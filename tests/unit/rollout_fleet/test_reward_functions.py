@@ -24,7 +24,7 @@ from rollout_fleet.environments.isolation.fork_server import MOST_PROCESSES
 from rollout_fleet.environments.protocol import Action, StopReason
 from rollout_fleet.environments.reward_library import column_of, soft_overlong
 from tests.rigs.configs import job_of
-from tests.unit.rollout_fleet.chat_tokenizers import qwen
+from tests.unit.rollout_fleet.chat_tokenizers import QWEN, qwen
 from tests.unit.rollout_fleet.fleet_fakes import (
     CharacterTokenizer,
     ScriptedSampler,
@@ -218,6 +218,54 @@ def test_the_chat_template_renders_the_prompt_with_its_variables(folder: Path, m
     chat, unthinking = (qwen().decode(each.calls[0].prompt) for each in (sampler, thinking))
     assert "user\nWhat is 1+1=?" in chat and "assistant" in chat and "<think>" not in chat
     assert unthinking.endswith("<think></think>")
+
+
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+DEFAULTS = {"default": QWEN, "tool_use": "{%- if\nmore_thinking %}{% endif %}"}
+
+
+@pytest.mark.parametrize(
+    ("template", "tasks", "key", "said"),
+    [
+        (NO_SYSTEM, {"prompt": [{"role": "system", "content": "{prompt}"}]}, "tasks.prompt", "System role not"),
+        ("{{ messages", {}, "tasks.prompt", "train.jsonl line 1"),
+        (QWEN, {"chat_template_kwargs": {"enable_thinkng": False}}, "tasks.chat_template_kwargs", "'enable_thinking'?"),
+        (QWEN, {"chat_template_kwargs": {"bos": False}}, "tasks.chat_template_kwargs", "'bos'"),
+        (
+            DEFAULTS,
+            {"chat_template_kwargs": {"enable_thinkng": False}},
+            "tasks.chat_template_kwargs",
+            "'enable_thinking'?",
+        ),
+    ],
+)
+def test_a_chat_template_that_does_not_fit_is_refused_before_an_engine_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, template: Any, tasks: dict[str, Any], key: str, said: str
+) -> None:
+    tokenizer = qwen()
+    tokenizer.chat_template = template
+    monkeypatch.setattr(driver_factory, "load_tokenizer", lambda path: tokenizer)
+    with pytest.raises(ConfigError) as caught:
+        build_driver(job(folder, "exact_match", **tasks), ScriptedSampler(say), new_host())
+    assert caught.value.key == key and said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "options"),
+    [
+        (QWEN + "{% generation %}{% endgeneration %}", {"enable_thinking": False}),
+        (DEFAULTS, {"enable_thinking": False, "more_thinking": 1}),
+        (DEFAULTS, {"chat_template": "tool_use", "enable_thinking": False}),
+        (None, {"enable_thinking": False}),
+    ],
+)
+def test_variables_of_any_template_of_the_tokenizer_are_accepted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, template: Any, options: dict[str, Any]
+) -> None:
+    tokenizer = qwen()
+    tokenizer.chat_template = template
+    monkeypatch.setattr(driver_factory, "load_tokenizer", lambda path: tokenizer)
+    build_driver(job(folder, "exact_match", chat_template_kwargs=options), ScriptedSampler(say), new_host())
 
 
 @pytest.mark.parametrize(
