@@ -12,6 +12,7 @@ from msgspec import Meta
 from common.wire_types import Finite, Seconds, Tally, Text, Version
 
 Z = 1.959963984540054  # the normal quantile of a 95 % interval
+ROUNDING = 1e-9  # a sum of rewards may be off by
 MOST_SAMPLES = 1 << 16
 UNSCORED = "scorer_error"  # the stop reason of a sample that no scorer could judge: it says nothing about the policy
 
@@ -76,6 +77,11 @@ def pass_at(samples: int, correct: int, k: int) -> float:
     `correct` of `samples` were; k <= samples.
     """
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def succeeds(reward: float, success: float) -> bool:
+    """Whether a reward is at least `success`, tasks.success; a sum of rewards may miss it by a rounding."""
+    return reward >= success - ROUNDING
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, Interval | None]:

@@ -178,7 +178,9 @@ class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="ki
     mean_reward: Annotated[float, metric("over all episodes", "", "last")]
     mean_reward_low: Annotated[float | None, metric("its lower bound; unset for a single problem", "", "last")]
     mean_reward_high: Annotated[float | None, metric("its upper bound", "", "last")]
-    pass_at: Annotated[dict[str, float], metric("by k: one of k samples has a reward of 1 or more", "", "last")]
+    pass_at: Annotated[
+        dict[str, float], metric("by k: one of k samples has tasks.success as reward or more", "", "last")
+    ]
     pass_at_low: Annotated[dict[str, float], metric("lower bounds", "", "last")]
     pass_at_high: Annotated[dict[str, float], metric("upper bounds", "", "last")]
     truncated_fraction: Annotated[float, metric("episodes cut at the token limit", "", "last")]

@@ -17,6 +17,7 @@ import numpy as np
 from broker.contract import StoredGroup
 from common.config.loss_keys import DistillationConfig
 from common.config.schema import Config
+from common.evaluation import succeeds
 from common.rollouts import Branch, Group, Sample, decode_group
 from common.staleness import expired
 from common.wire_types import Array
@@ -265,7 +266,7 @@ def _sources(groups: Sequence[Group], jobs: Mapping[str, Config]) -> dict[str, S
         found[name] = SourceFigures(
             groups=len(own),
             samples=len(good),
-            successes=sum(sample.reward >= job.tasks.success for sample in good),
+            successes=sum(succeeds(sample.reward, job.tasks.success) for sample in good),
             truncated=sum(sample.stop_reason in TRUNCATED for sample in good),
             rewards=sum(sample.reward for sample in good),
         )

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import HopelessError, Problem
+from common.evaluation import ROUNDING
 from common.rollouts import Group, Sample
 from learner.loss.types import GroupRewards
 
@@ -24,7 +25,9 @@ def rewards_of(group: Group, sampled: Sequence[int], success: float) -> GroupRew
     lengths[good] = sampled
     names = dict.fromkeys(name for sample in samples for name in sample.metrics)
     parts = {name: column([sample.metrics.get(name, np.nan) for sample in samples]) for name in names}
-    return GroupRewards(column([sample.reward for sample in samples]), lengths, parts, success)
+    totals = column([sample.reward for sample in samples])
+    totals[np.abs(totals - success) <= ROUNDING] = success  # estimators compare both
+    return GroupRewards(totals, lengths, parts, success)
 
 
 def check_estimates(estimates: Any, rewards: Sequence[GroupRewards], function: str) -> None:

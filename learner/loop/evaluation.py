@@ -21,7 +21,7 @@ import numpy as np
 from broker.client.calls import LearnerBroker
 from common.config.schema import Config
 from common.errors import BrokerError, SlipstreamError, StoreChanged
-from common.evaluation import EvaluationOrder, EvaluationResult, mean_interval, pass_at, pass_ks
+from common.evaluation import EvaluationOrder, EvaluationResult, mean_interval, pass_at, pass_ks, succeeds
 from common.json_lines import LineFile, dataset_rows, lines_of
 from common.metrics import EvaluationMetrics
 from common.rollouts import Task
@@ -71,6 +71,7 @@ class Evaluations:
         sources = self._sources if config.tasks.sources else ()  # as each problem is played
         about = msgspec.msgpack.encode((self._problems, self._samples, self._temperature, *sources))
         self._digest = hashlib.sha256(about).hexdigest()[:8]  # results of another config do not count
+        self._jobs = config.sources
         self._fleet = told.fleet  # the config's
         self._shared = False  # whether the training fleet plays the round
         self._limit_s = max(IDLE_S, 4 * config.rollout.sample_timeout_s)
@@ -191,7 +192,9 @@ class Evaluations:
         held_s = time.monotonic() - now.began if self._shared else 0.0
         for name, numbers in self._datasets.items():
             if (done := (now.order.version, name)) not in self._files.evaluated:
-                self._files.record(summary(now.order, name, [now.results[number] for number in numbers], held_s))
+                results = [now.results[number] for number in numbers]
+                success = self._jobs[self._sources[numbers.start]].tasks.success
+                self._files.record(summary(now.order, name, results, held_s, success=success))
                 self._files.evaluated.add(done)
         self._files.note("evaluation_finished", version=now.order.version)
         self._close()
@@ -217,15 +220,20 @@ class Evaluations:
         return Task(number, self._problems[number], seed, self._samples, source=self._sources[number])
 
 
-def summary(order: EvaluationOrder, dataset: str, results: list[EvaluationResult], held_s: float) -> EvaluationMetrics:
-    """The metrics line of a dataset, from the results of all its problems. Raises ValueError without any score."""
+def summary(
+    order: EvaluationOrder, dataset: str, results: list[EvaluationResult], held_s: float, *, success: float = 1.0
+) -> EvaluationMetrics:
+    """The metrics line of a dataset, from the results of all its problems; `success`: tasks.success of its source.
+
+    Raises ValueError without any score.
+    """
     samples = len(results[0].rewards)
     episodes = len(results) * len(results[0].rewards)
     scored = [rewards for result in results if (rewards := result.scored)]
     if not scored:
         raise ValueError(f"no sample of {dataset} has a score")
     mean, bounds = mean_interval([sum(rewards) / len(rewards) for rewards in scored])
-    passes = {str(k): mean_interval(found) for k in pass_ks(samples) if (found := _passes(scored, k))}
+    passes = {str(k): mean_interval(found) for k in pass_ks(samples) if (found := _passes(scored, k, success))}
     started = [result.started_s for result in results if result.started_s]
     ended = [result.started_s + result.seconds for result in results]
     tokens = sum(sum(result.lengths) for result in results)
@@ -253,7 +261,7 @@ def summary(order: EvaluationOrder, dataset: str, results: list[EvaluationResult
     )
 
 
-def _passes(scored: list[list[float]], k: int) -> list[float]:
+def _passes(scored: list[list[float]], k: int, success: float) -> list[float]:
     """pass@k of every problem with as many scored samples."""
-    correct = ((len(rewards), sum(reward >= 1.0 for reward in rewards)) for rewards in scored)
+    correct = ((len(rewards), sum(succeeds(reward, success) for reward in rewards)) for rewards in scored)
     return [pass_at(samples, right, k) for samples, right in correct if samples >= k]

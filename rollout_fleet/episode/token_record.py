@@ -9,6 +9,7 @@ from common.config.tasks import PENALTY
 from common.rollouts import Branch, Sample, TemperatureRun, VersionRun
 from common.wire_types import Array
 from rollout_fleet.environments.protocol import StopReason
+from rollout_fleet.environments.reward_library import total_of
 from rollout_fleet.episode.sampler_protocol import Generation, Session
 
 
@@ -100,7 +101,7 @@ class TokenRecord:
         """The sample for the learner; `error` says why the episode failed."""
         return Sample(
             **self._path(),
-            reward=sum(self.turn_rewards),
+            reward=total_of(self.turn_rewards),
             stop_reason=reason.value,
             turns=self.turns,
             turn_rewards=self.turn_rewards,

@@ -17,6 +17,7 @@ from rollout_fleet.environments import registry
 from rollout_fleet.environments.builtin.reward_function import messages_of
 from rollout_fleet.environments.isolation.backend import Backend, EnvironmentHandle
 from rollout_fleet.environments.protocol import Action, Chat, Observation, StepResult, StopReason
+from rollout_fleet.environments.reward_library import total_of
 from rollout_fleet.episode.driver import (
     Episode,
     EpisodeDriver,
@@ -133,7 +134,7 @@ class ScoredDriver(EpisodeDriver):
         rewards = [*sample.turn_rewards[:-1], sample.turn_rewards[-1] + reward]
         return msgspec.structs.replace(
             sample,
-            reward=finite(sum(rewards)),
+            reward=finite(total_of(rewards)),
             turn_rewards=rewards,
             metrics=checked_metrics(metrics),
             notes=sample.notes | checked_notes(said),
@@ -157,16 +158,16 @@ def _summed(
 
     Raises EpisodeFailed for two metrics of one name.
     """
-    reward = 0.0
+    weighted: list[float] = []
     metrics = dict(metrics)
     notes: dict[str, str] = {}
     for judge, (values, said) in zip(judges, found, strict=True):
         if twice := metrics.keys() & values.keys():
             raise EpisodeFailed(f"two rewards are named {min(twice)!r}; give one of them a `name`")
-        reward += judge.weight * values[judge.metric]
+        weighted.append(judge.weight * values[judge.metric])
         metrics |= values
         notes[judge.metric] = said
-    return reward, metrics, notes
+    return total_of(weighted), metrics, notes
 
 
 class _Scored(EnvironmentHandle):

@@ -16,7 +16,7 @@ from typing import Any
 from common.errors import ConfigError, meant
 from common.import_path import check_arguments, load
 from rollout_fleet.environments.protocol import Action, Chat, StepResult
-from rollout_fleet.environments.reward_library import BUILT_IN, column_of, text_of
+from rollout_fleet.environments.reward_library import BUILT_IN, column_of, text_of, total_of
 
 KEY = "tasks.reward"
 EXPECTED = "a built-in reward or 'module:function'"
@@ -60,14 +60,14 @@ class RewardFunction:
     async def step(self, action: Action) -> StepResult:
         """The weighted sum of the rewards, which are the metrics as they were returned; raises RewardFailed."""
         metrics: dict[str, float] = {}
-        total = 0.0
+        weighted: list[float] = []
         for reward in self._rewards:
-            values, weighted = await reward.judge(action, self._row)
+            values, part = await reward.judge(action, self._row)
             if twice := metrics.keys() & values.keys():
                 raise RewardFailed(f"two rewards are named {min(twice)!r}; give one of them a `name`")
             metrics |= values
-            total += weighted
-        return StepResult(reward=total, metrics=metrics)
+            weighted.append(part)
+        return StepResult(reward=total_of(weighted), metrics=metrics)
 
     @staticmethod
     def needs(reward: str | Sequence[Mapping[str, Any]], options: Mapping[str, Any], file: str) -> tuple[str, ...]:
@@ -157,7 +157,7 @@ class _Reward:
             raise RewardFailed(f"{alone} returned {found!r}"[:SHOWN_CHARS] + f", expected {expected}")
         numbers = {name: _number(value, f"{alone} {name}".rstrip()) for name, value in values.items()}
         metrics = {"/".join(filter(None, (self.name, key))) or alone: value for key, value in numbers.items()}
-        return metrics, sum(weights[name] * value for name, value in numbers.items())
+        return metrics, total_of([weights[name] * value for name, value in numbers.items()])
 
 
 def _number(found: Any, name: str) -> float:

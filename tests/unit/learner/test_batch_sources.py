@@ -69,6 +69,19 @@ def test_every_source_has_its_estimator_over_its_own_groups_and_its_kl_term(conf
     assert torch.equal(packed.kl_coefficients, torch.tensor([0.125, 0.0, 0.125]).repeat_interleave(lengths))
 
 
+def test_a_reward_that_misses_the_success_by_a_rounding_is_one(make_config: Callable[..., Config]) -> None:
+    almost = 0.7 + 0.2 + 0.1
+    assert almost < 1
+    document = msgspec.to_builtins(make_config())
+    source = {"environment": "addition", "dataset": document["tasks"]["dataset"]}
+    source |= {"advantage": "pass_at_k", "advantage_options": {"k": 1}}
+    document["tasks"] = {"sources": {"sums": source}}
+    config = msgspec.convert(document, Config)
+    batch = assemble([group(0, "sums", [almost, 0.0])], 0, config)
+    assert batch.statistics.sources["sums"].successes == 1
+    assert [document.advantage for document in batch.documents] == [1.0, -1.0]
+
+
 def test_groups_that_were_prepared_before_give_the_same_batch(config: Config) -> None:
     groups = [
         group(0, "sums", [1.0, 4.0], error=None),

@@ -119,17 +119,18 @@ def test_every_second_version_and_the_last_one_are_evaluated_once(make_world: Ma
 def test_held_out_problems_are_played_as_their_source_is(make_world: MakeWorld, told: dict[str, Any]) -> None:
     source = {"environment": "addition", "dataset": make_world().config.tasks.dataset}
     easy, hard = told["datasets"]
-    tasks = {"sources": {"a": source, "b": source}, "environment": None, "dataset": ""}
+    tasks = {"sources": {"a": source, "b": source | {"success": 0.5}}, "environment": None, "dataset": ""}
     world = make_world(run={"steps": 2}, tasks=tasks, evaluation=told | {"datasets": {"b": [easy], "a": [hard]}})
     sources: dict[int, str] = {}
 
     class Named(Pool):
         def result(self, lease: Lease, version: int) -> EvaluationResult:
             sources[lease.task.serial] = lease.task.source
-            return super().result(lease, version)
+            return msgspec.structs.replace(super().result(lease, version), rewards=[0.5, 0.0])
 
     assert watching(world, Named(world)).run() == "done"
     assert sources == {0: "b", 1: "b", 2: "b", 3: "a", 4: "a"}
+    assert [line.pass_at["1"] for line in lines(world)[:2]] == [0.5, 0.0], "half a reward passes in b alone"
     assert [line.dataset.split("-")[-1] for line in lines(world)] == [*COUNTS] * 2
 
 
@@ -476,6 +477,8 @@ def test_samples_that_no_scorer_could_judge_count_as_failed_and_in_no_mean() -> 
     found = summary(EvaluationOrder(2, 0, 1.0), "d", [right, wrong, played(2, [0.0] * 4, unscored)], 0.0)
     assert (found.mean_reward, found.failed, found.problems) == (0.75, 7, 3)
     assert found.pass_at == {"1": 0.75, "2": pytest.approx((1 + 5 / 6) / 2), "4": 1.0}  # k = 4 of the second alone
+    almost = played(0, [0.7 + 0.2 + 0.1, 0.5, 0.4, 0.0], ["stop"] * 4)
+    assert summary(EvaluationOrder(2, 0, 1.0), "d", [almost], 0.0).pass_at["1"] == 0.25
     with refused(ValueError, "d"):
         summary(EvaluationOrder(2, 0, 1.0), "d", [played(2, [0.0] * 4, unscored)], 0.0)
 

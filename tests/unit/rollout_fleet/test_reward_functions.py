@@ -50,6 +50,7 @@ def right(completion, row, *, bonus=1.0): return bonus * (completion == row["ans
 async def later(completion, row): return right(completion, row)
 def wrapped(completion, row): return later(completion, row)
 def both(completion, row): return {"right": right(completion, row), "short": len(completion) < 3}
+def several(completion, row): return {"right": 1.0, "later": 1.0, "wrapped": 1.0}
 def tokens(completion, row, *, action): return len(action.tokens) + 100 * action.ended
 def spoils(completion, row): return float(row.pop("answer") == "2")
 def changing(completion, row): return {"a": 1.0} if completion.startswith("The") else {"b": 1.0}
@@ -147,6 +148,19 @@ def test_a_reward_by_name_gets_completion_row_and_options(
     check_rows(config, check_environment(config.tasks), "job.yaml")
     (sample,), _ = samples(config, "2")
     assert (sample.error, sample.reward, sample.metrics) == (None, expected, metrics)
+
+
+def test_an_answer_that_is_right_in_every_respect_gets_the_sum_of_the_weights(folder: Path) -> None:
+    weights = {"right": 0.7, "later": 0.2, "wrapped": 0.1}
+    parts = [{"function": f"my_rewards:{name}", "weight": weight} for name, weight in weights.items()]
+    (sample,), _ = samples(job(folder, parts), "2")
+    assert sample.reward == 1.0
+    apart = {"function": "my_rewards:several", "weight": weights}
+    (sample,), _ = samples(job(folder, [apart]), "2")
+    assert sample.reward == 1.0
+    huge = {"function": "my_rewards:bad", "options": {"how": "1e308"}}
+    (sample,), _ = samples(job(folder, [huge, huge | {"name": "again"}]), "2")
+    assert "not finite" in str(sample.error)
 
 
 def test_a_node_goes_on_with_the_clients_that_its_launch_check_opened(folder: Path) -> None:
