@@ -67,7 +67,8 @@ def main(arguments: list[str]) -> int:
     except BaseException as error:  # a user's module may raise anything while it is imported
         control.send(json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}).encode())
         return 1
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children: no wait for them here
+    LIBC.prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # guards too: the process 1 of a container may not reap them
     while True:
         request, fds, _, _ = socket.recv_fds(control, 65536, 1)
         if not request:
