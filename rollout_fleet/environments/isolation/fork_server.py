@@ -119,15 +119,26 @@ def _guard(order: ProcessOrder, fd: int, alone: bool, uid: int) -> None:
             with contextlib.suppress(OSError):
                 os.set_blocking(fd, False)
                 os.write(fd, ipc_frames.pack({"died": died}))
-        shutil.rmtree(folder, ignore_errors=True)
-        while not alone and (found := _descendants()):  # with a namespace, the kernel ends them
-            for pid in found:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
+        _end_all(alone)
+        shutil.rmtree(folder, ignore_errors=True)  # nothing writes there any more
         os._exit(0)
+
+
+def _end_all(alone: bool) -> None:
+    """Kill everything below this process and wait for it."""
+    if alone and os.getpid() == 1:  # nowhere else: -1 is everything in this namespace except this process
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+    while not alone and (found := _descendants()):
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 def _watch(child: int, fd: int, deadline: float) -> str:

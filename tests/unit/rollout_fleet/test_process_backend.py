@@ -181,6 +181,24 @@ def test_calls_leave_no_zombies_in_a_container_whose_process_1_reaps_none() -> N
     assert ended.stdout == "1\n", ended.stderr
 
 
+@pytest.mark.parametrize("isolate", [True, False])
+async def test_a_process_that_still_writes_leaves_no_folder(
+    modules: tuple[str, str], new_host: Callable[..., ProcessHost], isolate: bool
+) -> None:
+    host, before = new_host(modules, isolate=isolate), len(left_over())
+    channels = [await host.open(LIMITS, LIMIT_S) for _ in range(8)]
+    folders = [Path(await channel.ask(1000, do="call", path="os:getcwd", keywords={})) for channel in channels]
+    call = {"do": "call", "path": "wild_environments:fill_folder", "keywords": {}}
+    writing = [asyncio.create_task(channel.ask(1000, **call)) for channel in channels]
+    for folder in folders:
+        await until_async(lambda folder=folder: (folder / "49").exists(), "a worker that writes")
+    for channel, task in zip(channels, writing, strict=True):
+        task.cancel()
+        channel.close()
+    await until_async(lambda: len(left_over()) == before + 1, "only the fork servers stay")
+    assert not [folder for folder in folders if folder.exists()]
+
+
 def test_a_fork_server_that_was_killed_is_replaced(host: ProcessHost) -> None:
     assert play(host, "plain")[0].error is None
     for process in left_over():
