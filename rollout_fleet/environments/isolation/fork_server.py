@@ -67,7 +67,8 @@ def main(arguments: list[str]) -> int:
     except BaseException as error:  # a user's module may raise anything while it is imported
         control.send(json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}).encode())
         return 1
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children: no wait for them here
+    LIBC.prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # guards too: the process 1 of a container may not reap them
     while True:
         request, fds, _, _ = socket.recv_fds(control, 65536, 1)
         if not request:
@@ -118,15 +119,26 @@ def _guard(order: ProcessOrder, fd: int, alone: bool, uid: int) -> None:
             with contextlib.suppress(OSError):
                 os.set_blocking(fd, False)
                 os.write(fd, ipc_frames.pack({"died": died}))
-        shutil.rmtree(folder, ignore_errors=True)
-        while not alone and (found := _descendants()):  # with a namespace, the kernel ends them
-            for pid in found:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
+        _end_all(alone)
+        shutil.rmtree(folder, ignore_errors=True)  # nothing writes there any more
         os._exit(0)
+
+
+def _end_all(alone: bool) -> None:
+    """Kill everything below this process and wait for it."""
+    if alone and os.getpid() == 1:  # nowhere else: -1 is everything in this namespace except this process
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+    while not alone and (found := _descendants()):
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 def _watch(child: int, fd: int, deadline: float) -> str:

@@ -5,6 +5,8 @@ import contextlib
 import errno
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +35,28 @@ with Path(__file__).with_suffix(".imports").open("a") as file:
     file.write("imported\\n")
 """
 THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n"
+
+REAPER = """
+import asyncio, contextlib, ctypes, psutil
+from rollout_fleet.environments.isolation.sandbox import call_apart
+from tests.rigs.waiting import until
+
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans come here, and nobody reaps them
+
+async def calls():
+    for _ in range(3):
+        await call_apart("os:getcwd", {}, seconds=60, memory_mib=512, answer_chars=100)
+
+def living():
+    found = psutil.Process().children(recursive=True)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child for child in found if child.status() != psutil.STATUS_ZOMBIE]
+    return found
+
+asyncio.run(calls())
+until(lambda: len(living()) == 1, "only the fork server lives")
+print(len(psutil.Process().children(recursive=True)))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +175,29 @@ def test_where_the_kernel_allows_no_namespaces_everything_ends_too(
     assert sample.stop_reason == "environment_killed", sample.error
     plain.close()
     until(lambda: len(left_over()) <= 1, "only the other tests' fork server stays")
+
+
+def test_calls_leave_no_zombies_in_a_container_whose_process_1_reaps_none() -> None:
+    ended = subprocess.run([sys.executable, "-c", REAPER], capture_output=True, text=True, timeout=LIMIT_S)
+    assert ended.stdout == "1\n", ended.stderr
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+async def test_a_process_that_still_writes_leaves_no_folder(
+    modules: tuple[str, str], new_host: Callable[..., ProcessHost], isolate: bool
+) -> None:
+    host, before = new_host(modules, isolate=isolate), len(left_over())
+    channels = [await host.open(LIMITS, LIMIT_S) for _ in range(8)]
+    folders = [Path(await channel.ask(1000, do="call", path="os:getcwd", keywords={})) for channel in channels]
+    call = {"do": "call", "path": "wild_environments:fill_folder", "keywords": {}}
+    writing = [asyncio.create_task(channel.ask(1000, **call)) for channel in channels]
+    for folder in folders:
+        await until_async(lambda folder=folder: (folder / "49").exists(), "a worker that writes")
+    for channel, task in zip(channels, writing, strict=True):
+        task.cancel()
+        channel.close()
+    await until_async(lambda: len(left_over()) == before + 1, "only the fork servers stay")
+    assert not [folder for folder in folders if folder.exists()]
 
 
 def test_a_fork_server_that_was_killed_is_replaced(host: ProcessHost) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import itertools
 import os
 import signal
 import sys
@@ -63,6 +64,13 @@ def fill_disk() -> None:
     with open("endless", "wb") as file:
         while True:
             file.write(b"x" * (1 << 20))
+
+
+def fill_folder() -> None:
+    for number in itertools.count():
+        os.makedirs(f"{number % 50}/x", exist_ok=True)
+        with open(f"{number % 50}/x/{number}", "w") as file:
+            file.write("x" * 1000)
 
 
 WAYS: dict[str, Callable[[], None]] = {
