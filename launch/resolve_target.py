@@ -75,10 +75,11 @@ def checked(config: C, file: str, environment: bool = True, reader: Reader = "al
         begins = reader == "all" and not RunDir.of(config).began  # a reset may take long: none in a job that goes on
         for name, job in local.rl.sources.items() if local.rl is not None else ():
             if job.tasks.reward is not None or (begins and not found[name].agent):
-                from rollout_fleet.driver_factory import check_rows
+                from rollout_fleet.driver_factory import check_names, check_rows
 
                 with of_source(name):
-                    check_rows(job, found[name], file)
+                    names = check_rows(job, found[name], file)
+                check_names(job, name, names, file)
         if local.rl is not None and local.rl.scorers:
             from rollout_fleet.scorers.check import check_scorers
 

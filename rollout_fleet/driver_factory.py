@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from common.config.schema import Config
+from common.config.tasks import PENALTY
 from common.errors import ConfigError, meant, of_source
 from common.hub import load_tokenizer
 from common.json_lines import FIRST_ROWS, first_rows
@@ -173,33 +174,53 @@ def check_prompts(config: Config, file: str) -> tuple[str, dict[str, Any]] | Non
     return first
 
 
-def check_rows(config: Config, found: Description, file: str) -> None:
+def check_rows(config: Config, found: Description, file: str) -> frozenset[str]:
     """Try tasks.prompt on the first rows of the dataset and an episode on the first, where they can be read here.
 
-    Raises ConfigError, naming the row, as `check_prompts`, and where a sample of the first row would fail.
+    Returns the names of a sample's metrics; none where only the run knows them. Raises ConfigError, naming the row, as
+    `check_prompts`, and where a sample of the first row would fail.
     """
     if (first := check_prompts(config, file)) is None:
-        return
+        return frozenset()
     where, row = first
     try:
-        try_episode(config, found, row)
+        names = try_episode(config, found, row)
     except (EpisodeFailed, BackendFailed) as error:
         key, expected = "tasks.environment", "an environment that begins on the dataset's rows"
         if config.tasks.reward is not None:
             key, expected = "tasks.reward", "functions that judge any completion of the dataset's rows"
         raise ConfigError(file, key, expected, f"{where}: {error}") from error
+    if config.scorers or not names:  # scorers and environments have names of their own
+        return frozenset()
+    return names | {PENALTY} if config.tasks.truncated == "penalized" else names
 
 
-def try_episode(config: Config, found: Description, row: dict[str, Any]) -> None:
+def check_names(config: Config, source: str, names: frozenset[str], file: str) -> None:
+    """Raise ConfigError where `watch`, or gdpo in a job of one source, names a reward that is not among a source's.
+
+    `names`: of `check_rows`, of the `source` in tasks.sources; '' is the only one.
+    """
+    at = f"environment/{source}/" if source else "environment/"
+    asked = {f"watch[{number}].metric": [rule.metric] for number, rule in enumerate(config.watch)}
+    if config.learner.loss.advantage == "gdpo" and not source:
+        asked["learner.loss.advantage_options"] = [at + name for name in config.learner.loss.advantage_options]
+    for key, metrics in asked.items():
+        for name in (metric.removeprefix(at) for metric in metrics if metric.startswith(at)):
+            if names and name not in names:
+                hint = meant(name, names, f"they are {', '.join(sorted(names))}")
+                raise ConfigError(file, key, "a name of the job's rewards", repr(name), hint)
+
+
+def try_episode(config: Config, found: Description, row: dict[str, Any]) -> frozenset[str]:
     """Build and reset the environment of a dataset row where an episode would run, and within its limits.
 
-    Reward functions also judge the completions MADE_UP. Raises EpisodeFailed with the reason why a sample would fail,
-    BackendFailed when no environment can be started.
+    Reward functions also judge the completions MADE_UP. Returns their names. Raises EpisodeFailed with the reason why a
+    sample would fail, BackendFailed when no environment can be started.
     """
     thread = EnvironmentThread()
     try:
         with redirect_stdout(sys.stderr):  # the command's output is not for environments
-            observation = asyncio.run(_first_observation(config, found, row, thread))
+            observation, names = asyncio.run(_first_observation(config, found, row, thread))
     finally:
         thread.close(keep_loop=True)  # a node of this process plays with the same clients
     if not isinstance(observation, str | list | Chat):
@@ -209,11 +230,12 @@ def try_episode(config: Config, found: Description, row: dict[str, Any]) -> None
             token_of(each)
     except ValueError as error:
         raise EpisodeFailed(f"reset returned a list: {error}; {PAIRS}") from error
+    return names
 
 
 async def _first_observation(
     config: Config, found: Description, problem: dict[str, Any], thread: EnvironmentThread
-) -> object:
+) -> tuple[object, frozenset[str]]:
     names = set[frozenset[str]]()
     with closing(_backend(config, found, thread)) as backend:
         environment = backend.environment(problem, config.run.seed, config.run.seed)
@@ -231,4 +253,4 @@ async def _first_observation(
         check_penalty(frozenset().union(*names))
     if len(names) > 1:
         raise EpisodeFailed(f"names of rewards change from one completion to the next: {[*map(sorted, names)]}")
-    return observation
+    return observation, frozenset().union(*names)

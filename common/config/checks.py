@@ -368,6 +368,11 @@ def _sources(config: Config, read: set[str]) -> Iterator[Problem]:
     yield from _watched(
         config, "sources/", source_metrics(config), expected=expected, page="docs/mixtures.md lists them"
     )
+    for number, rule in enumerate(config.watch):
+        kind, name = [*rule.metric.split("/"), ""][:2]
+        if sources and kind == "environment" and name not in sources:
+            hint = f"tasks.sources has {', '.join(sources)}"
+            yield Problem(f"watch[{number}].metric", "environment/SOURCE/NAME with tasks.sources", rule.metric, hint)
     for at, part in config.tasks.parts.items():
         if part.filters and "tasks.dataset" in read and dataset_exists(Path(part.dataset)):
             try:

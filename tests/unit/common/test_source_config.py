@@ -147,6 +147,7 @@ def test_weights_whose_sum_is_0_unknown_keys_and_a_curriculum_of_one_source_are_
         (["tasks.sources.sums.advantage=gdpo"], "tasks.sources.sums.advantage_options"),
         (["watch=[{metric: sources/smus/success, below: 0.1}]"], "watch[0].metric"),
         (["watch=[{metric: sources/sums/succes, below: 0.1}]"], "watch[0].metric"),
+        (["watch=[{metric: environment/exact_match, below: 0.1}]"], "watch[0].metric"),
         (["learner.loss.reference=x", "tasks.sources.texts.kl_coefficient=0"], "learner.loss.reference"),
         (["learner.loss.kl_coefficient=0.1", *NO_KL], "learner.loss.kl_coefficient"),
     ],
@@ -159,7 +160,8 @@ def test_what_does_not_fit_the_job_or_its_files_is_refused_by_its_key(
 
 
 def test_a_rule_and_a_sweep_may_name_the_metrics_of_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    word = "watch=[{metric: sources/sums/success, below: 0.1}, {metric: sources/texts/weight, above: 0.9}]"
+    rules = ("sources/sums/success, below: 0.1", "sources/texts/weight, above: 0.9", "environment/sums/x, above: 0")
+    word = f"watch=[{', '.join(f'{{metric: {rule}}}' for rule in rules)}]"
     assert found(tmp_path, monkeypatch, word) == []
     assert parse_rule("sources/sums/success", built(tmp_path)).metric == "sources/sums/success"
     with pytest.raises(ConfigError) as caught:

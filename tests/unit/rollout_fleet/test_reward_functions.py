@@ -15,6 +15,7 @@ from common import json_lines
 from common.config.schema import Config
 from common.errors import ConfigError
 from common.rollouts import Sample
+from launch.resolve_target import load_job
 from rollout_fleet import driver_factory
 from rollout_fleet.driver_factory import build_driver, check_rows
 from rollout_fleet.environments import reward_library
@@ -23,7 +24,7 @@ from rollout_fleet.environments.description import check_environment
 from rollout_fleet.environments.isolation.fork_server import MOST_PROCESSES
 from rollout_fleet.environments.protocol import Action, StopReason
 from rollout_fleet.environments.reward_library import column_of, soft_overlong
-from tests.rigs.configs import job_of
+from tests.rigs.configs import job_of, write_job
 from tests.unit.rollout_fleet.chat_tokenizers import QWEN, qwen
 from tests.unit.rollout_fleet.fleet_fakes import (
     CharacterTokenizer,
@@ -442,6 +443,50 @@ def test_a_library_that_a_function_needs_is_named(folder: Path, monkeypatch: pyt
     monkeypatch.setattr(reward_library.json_schema, "NEEDS", ("no_such_library",))
     assert refused(job(folder, "json_schema", options={"schema": "{}"})).key == "tasks.reward"
     check_environment(job(folder, "json_schema").tasks, libraries=False)
+
+
+def launched(folder: Path, tasks: dict[str, Any], *words: str) -> None:
+    """The checks that `up` makes of a job."""
+    file = write_job(folder, tasks={"environment": None, **tasks}, rollout={"max_tokens": 20})
+    (folder / "train.jsonl").write_text(json.dumps({**ROW, "question": "1+1"}) + "\n")
+    load_job(str(file), words, environment=True)
+
+
+BOTH = {"reward": "my_rewards:both"}
+MIXED = {"dataset": "", "sources": {"sums": {**BOTH, "dataset": "train.jsonl"}}}
+GDPO = "learner.loss.advantage=gdpo"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "words", "key"),
+    [
+        (BOTH, ["watch=[{metric: environment/rihgt, below: 0.1}]"], "watch[0].metric"),
+        (MIXED, ["watch=[{metric: loss, above: 9}, {metric: environment/sums/rihgt, below: 0.1}]"], "watch[1].metric"),
+        (BOTH, [GDPO, "learner.loss.advantage_options={rihgt: 1}"], "learner.loss.advantage_options"),
+    ],
+)
+def test_a_name_that_no_reward_has_is_refused_before_a_launch(
+    folder: Path, tasks: dict[str, Any], words: list[str], key: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        launched(folder, tasks, *words)
+    assert caught.value.key == key
+    assert "'right'" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "words"),
+    [
+        (BOTH, ["watch=[{metric: environment/right, below: 0.1}]", GDPO, "learner.loss.advantage_options={short: 1}"]),
+        (BOTH, ["watch=[{metric: environment/overlong_penalty, below: -1}]", "tasks.truncated=penalized"]),
+        (MIXED, ["watch=[{metric: environment/sums/short, below: 0.1}]"]),
+        ({"environment": "addition"}, ["watch=[{metric: environment/anything, below: 0.1}]"]),
+    ],
+)
+def test_names_of_rewards_and_any_of_an_environment_pass_a_launch(
+    folder: Path, tasks: dict[str, Any], words: list[str]
+) -> None:
+    launched(folder, tasks, *words)
 
 
 # ---------------------------------------------------------------- failed samples
