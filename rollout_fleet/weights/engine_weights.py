@@ -11,7 +11,7 @@ import msgspec
 from common.errors import SlipstreamError
 from common.weights.receive.contract import CanaryRead, Flip, Watch
 from common.weights.receive.receiver import StagingStatus
-from common.weights.receive.weight_client import until_staged
+from common.weights.receive.weight_client import next_poll_s, until_staged
 from common.weights.wire.failures import FailureKind, ProofFailed, StagingFailed
 from common.weights.wire.layout import PATIENCE, publish_bound
 from rollout_fleet.vllm_patches.engine_process import salt
@@ -19,7 +19,6 @@ from rollout_fleet.weights.weight_proof import Proof, whole_checksum
 
 logger = logging.getLogger(__name__)
 
-PROOF_POLL_S = 0.002
 ENGINE_TIMEOUT_S = 120.0  # least bound on a flip, on its proof and on a canary: an engine that hangs is given up
 PAUSE_TIMEOUT_S = 10.0
 DECODED = 8  # tokens that a canary decodes; the first of them comes from prefill
@@ -190,6 +189,7 @@ class EngineWeights:
 
     async def _proof(self, incarnation: int, version: int) -> str:
         """Checksum of the engine's parameters; the worker computes it while generation continues."""
+        started = time.perf_counter()
         while True:
             found = await self._rpc("slipstream_proof")
             proofs = [msgspec.msgpack.decode(one, type=Proof | None) for one in found]
@@ -200,7 +200,7 @@ class EngineWeights:
                     raise ProofFailed(told)
             if len(proven) == len(proofs):
                 return whole_checksum(proven)
-            await asyncio.sleep(PROOF_POLL_S)
+            await asyncio.sleep(next_poll_s(time.perf_counter() - started, 0.0))  # each question enters an engine step
 
     async def _answered(self, work: Awaitable[T], what: str) -> T:
         """The result of `work`; ProofFailed when the engine does not answer in time.

@@ -8,10 +8,12 @@ rounding of the published version, computed here.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
 
@@ -20,6 +22,7 @@ from common.weights.wire.flat_buffer import WordSums
 from common.weights.wire.layout import WORDS, Entry, Layout
 from rollout_fleet.weights.rounding import FP8, per_channel
 
+PIECE_BYTES = 16 << 20  # that travel from a device at once: more are not faster (bench/results/gpu_weights.json)
 _ELSEWHERE = torch.empty(0)  # stands for a parameter that another worker has
 _DERIVED = re.compile(r"(.*\.)?W_(UK_T|UV|K|V)\w*")  # computed by vLLM from kv_b_proj; worker_process.py renews them
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<projection>\w+)\.(?P<kind>\w+)")
@@ -58,10 +61,27 @@ def checksum(model: Any, layout: Layout) -> str:
 
     Raises Unreadable, naming the tensor, when it cannot be found or has another shape or dtype.
     """
+    if layout.checksums == WORDS:
+        sums = WordSums()
+        for entry, found in _published(model, layout):
+            sums.add(found, entry.offset)
+        return sums.hexdigest()
     digests = [xxhash.xxh3_128()]  # one for each source's part
     at = 0
     starts = {*layout.starts[1:]}
-    sums = WordSums()
+    for offset, data in _in_host((entry.offset, found) for entry, found in _published(model, layout)):
+        digests[-1].update(bytes(offset - at))  # alignment gaps are zero in the buffer
+        if offset in starts:
+            digests.append(xxhash.xxh3_128())
+        digests[-1].update(data.numpy().data)
+        at = offset + len(data)
+        del data  # the next copy takes its memory
+    digests[-1].update(bytes(layout.total_bytes - at))
+    return flat_buffer.combined([digest.hexdigest() for digest in digests])
+
+
+def _published(model: Any, layout: Layout) -> Iterator[tuple[Entry, torch.Tensor]]:
+    """The live parameters without padded rows; raises as `checksum`."""
     for entry, found, _ in _live(model, layout):
         if found.dim() == len(entry.shape) and found.shape[1:] == entry.shape[1:] and len(found) > entry.shape[0]:
             found = found[: entry.shape[0]]  # padded vocabulary rows
@@ -69,18 +89,50 @@ def checksum(model: Any, layout: Layout) -> str:
         if tuple(found.shape) != entry.shape or dtype != entry.dtype:
             has = f"{dtype} {tuple(found.shape)}"
             raise Unreadable(f"{entry.name} was published as {entry.dtype} {entry.shape}, the engine has {has}")
-        if layout.checksums == WORDS:
-            sums.add(found, entry.offset)
+        yield entry, found
+
+
+def _pieces(tensor: torch.Tensor, offset: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+    """(offset, [n] uint8) of at most PIECE_BYTES, in order: in the memory of `tensor` where that is contiguous."""
+    lines = torch.atleast_1d(tensor)
+    for some in lines.split(max(1, PIECE_BYTES // max(1, lines[:1].nbytes))):
+        for piece in some.contiguous().view(-1).view(torch.uint8).split(PIECE_BYTES):
+            yield offset, piece
+            offset += len(piece)
+
+
+@cache
+def _bounce(device: torch.device) -> list[torch.Tensor]:
+    """Two buffers in host memory, used again for every version: a first touch of memory takes longer than a copy.
+
+    They serve one proof at a time.
+    """
+    return [flat_buffer.pinned(flat_buffer.buffer(PIECE_BYTES), device) for _ in range(2)]
+
+
+def _in_host(tensors: Iterable[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, torch.Tensor]]:
+    """(offset, [n] uint8) of their bytes, each until the next is asked for; a device brings that one meanwhile."""
+    coming: tuple[int, torch.Tensor, Any] | None = None
+    turn = 0
+    for start, tensor in tensors:
+        if not tensor.is_cuda:
+            yield start, tensor.contiguous().view(-1).view(torch.uint8)
             continue
-        digests[-1].update(bytes(entry.offset - at))  # alignment gaps are zero in the buffer
-        if entry.offset in starts:
-            digests.append(xxhash.xxh3_128())
-        digests[-1].update(found.contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
-        at = entry.offset + entry.size_bytes
-    if layout.checksums == WORDS:
-        return sums.hexdigest()
-    digests[-1].update(bytes(layout.total_bytes - at))
-    return flat_buffer.combined([digest.hexdigest() for digest in digests])
+        for offset, piece in _pieces(tensor, start):
+            turn = 1 - turn
+            there = _bounce(tensor.device)[turn][: len(piece)]
+            there.copy_(piece, non_blocking=True)
+            copied = torch.cuda.current_stream(tensor.device).record_event()
+            if coming is not None:
+                yield _arrived(*coming)
+            coming = offset, there, copied
+    if coming is not None:
+        yield _arrived(*coming)
+
+
+def _arrived(offset: int, there: torch.Tensor, copied: Any) -> tuple[int, torch.Tensor]:
+    copied.synchronize()
+    return offset, there
 
 
 def check_shard(
@@ -109,13 +161,17 @@ def part_checksums(flat: torch.Tensor, layout: Layout, rank: int, size: int) -> 
 
 def _compare(model: Any, entry: Entry, live: torch.Tensor, whole: torch.Tensor, rank: int, size: int) -> None:
     live, expected = _shard(model, entry, live, whole, rank, size)
-    held = live.contiguous().cpu()
-    expected = expected.contiguous().cpu()
-    if held.dtype != expected.dtype or held.shape != expected.shape:
-        has = f"{held.dtype} {tuple(held.shape)}"
+    if live.dtype != expected.dtype or live.shape != expected.shape:
+        has = f"{live.dtype} {tuple(live.shape)}"
         raise Unreadable(f"{entry.name} of {entry.shape} on worker {rank} of {size}: the engine has {has}")
-    if not torch.equal(held.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8)):
+    ours = _in_host([(0, live)]) if live.is_cuda and expected.is_cpu else _pieces(live)
+    if not all(_same(one, other) for (_, one), (_, other) in zip(ours, _pieces(expected), strict=True)):
         raise Unreadable(f"worker {rank} of {size} has another shard of {entry.name} than was published")
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # numpy compares bytes several times as fast as torch does in host memory
+    return np.array_equal(one.numpy(), other.numpy()) if one.is_cpu else torch.equal(one, other)
 
 
 def _shard(

@@ -12,6 +12,8 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 
@@ -41,6 +43,56 @@ def rank_environment(rank: int, ranks: int, devices: int) -> dict[str, str]:
     """Variables of one of `ranks` local ranks; without `devices` all compute on the CPU."""
     found = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank % max(1, devices))}
     return found | (sharing(rank) if 0 < devices < ranks else {})
+
+
+class OnDevice(torch.Tensor):
+    """Host memory that says that it is a GPU's, for tests without one: its copies to the host go through `STREAM`."""
+
+    is_cuda = True
+    is_cpu = False
+    device = torch.device("cuda", 3)
+
+    def cpu(self) -> NoReturn:
+        raise AssertionError("a copy to new memory")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and not isinstance(args[0], OnDevice):
+            return STREAM.copy(args[0], args[1].as_subclass(torch.Tensor), **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Stream:
+    """Makes copies in order: at once (`early`), or when the caller waits for them."""
+
+    def __init__(self) -> None:
+        self.early = False
+        self.blocking = self.waits = 0  # copies that blocked, and waits for the whole stream
+        self._asked: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._made = 0
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        self._asked.append((target, source.clone()))  # later work of the stream may overwrite the source
+        self.blocking += not non_blocking
+        if self.early or not non_blocking:
+            self._make(len(self._asked))
+        return target
+
+    def record_event(self) -> SimpleNamespace:
+        count = len(self._asked)
+        return SimpleNamespace(synchronize=lambda: self._make(count))
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self._make(len(self._asked))
+
+    def _make(self, count: int) -> None:
+        for target, source in self._asked[self._made : count]:
+            target.copy_(source)
+        self._made = max(self._made, count)
+
+
+STREAM = Stream()
 
 
 @dataclass(frozen=True)

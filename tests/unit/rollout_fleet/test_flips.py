@@ -57,12 +57,14 @@ def test_a_request_that_continues_its_session_keeps_its_salt(tokens: int, label:
 class Core:
     """Notes how many halves of flips there are while the engine flips."""
 
-    def __init__(self, weights: EngineWeights, fails: bool) -> None:
+    def __init__(self, weights: EngineWeights, fails: bool, proof_s: float = 0.0) -> None:
         self.weights, self.fails, self.seen, self.version = weights, fails, list[int](), -1
+        self.proof_s, self.questions, self.flipped = proof_s, 0, 0.0
 
     async def call_utility_async(self, method: str, incarnation: int, version: int, recompute: bool) -> float:
         self.seen.append(self.weights.half_flips)
         self.version = version
+        self.flipped = time.perf_counter()
         if self.fails:
             raise RuntimeError("no")
         return 0.25
@@ -76,7 +78,9 @@ class Core:
 
     async def prove(self, method: str, kwargs: dict[str, Any]) -> list[bytes]:
         assert method == "slipstream_proof"
-        return [msgspec.msgpack.encode(Proof(0, self.version, "sum"))]
+        self.questions += 1
+        there = time.perf_counter() - self.flipped >= self.proof_s
+        return [msgspec.msgpack.encode(Proof(0, self.version, "sum") if there else None)]
 
 
 @pytest.mark.parametrize(("batches_in_flight", "calls"), [(False, 1), (True, 3)])
@@ -99,6 +103,15 @@ async def test_they_are_odd_from_the_pause_to_the_resumption_and_even_after(
             assert isinstance(await weights.flip(0, flips, "sum"), Flip)
         assert set(core.seen) == {2 * flips - 1} and len(core.seen) == (min(calls, 2) if fails else calls)
         assert weights.half_flips == 2 * flips
+
+
+async def test_a_long_proof_is_asked_for_ever_more_rarely() -> None:
+    weights = EngineWeights(recompute=False)
+    core = Core(weights, fails=False, proof_s=0.4)
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=False), max_concurrent_batches=1)
+    await weights.attach(SimpleNamespace(engine_core=core, vllm_config=config, collective_rpc=core.prove), usable=True)
+    await weights.flip(0, 1, "sum")
+    assert core.questions <= 8 + 0.4 / LAST_POLL_S
 
 
 @pytest.mark.parametrize(

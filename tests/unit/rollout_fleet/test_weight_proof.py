@@ -1,5 +1,6 @@
 """Reading Hugging Face tensors back out of fused, tied and padded parameters."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import nn
 from common.weights.wire import flat_buffer
 from common.weights.wire.layout import WORDS, XXH3, Layout
 from rollout_fleet.weights import weight_proof
+from tests.rigs import device
+from tests.rigs.device import OnDevice, Stream
 from tests.rigs.refusals import refused
 
 
@@ -229,3 +232,63 @@ def test_the_workers_of_an_engine_read_each_part_once_and_their_proofs_are_of_th
         flat[part.start] += 1
         assert proven() != published
         flat[part.start] -= 1
+
+
+SHAPES = [(3, 5, 7), (), (1,), (0, 4), (4, 0), (257,), (2, 33)]
+TENSORS = {
+    f"{dtype} {shape} {strides}": torch.randn(shape)
+    .to(getattr(torch, dtype))
+    .permute(tuple(range(len(shape)))[::strides])
+    for dtype in ("float32", "bfloat16", "float16", "float8_e4m3fn")
+    for shape in SHAPES
+    for strides in (1, -1)
+}
+
+
+@pytest.fixture(params=["early", "late"])
+def buffers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
+    """Those that were made. A piece is of 10 bytes; copies are made at once, or when the proof waits for them."""
+    made: list[torch.Tensor] = []
+    stream = Stream()
+    stream.early = request.param == "early"
+    monkeypatch.setattr(device, "STREAM", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda where: stream)
+    monkeypatch.setattr(flat_buffer, "pinned", lambda flat, where: made.append(flat) or flat)
+    monkeypatch.setattr(weight_proof, "PIECE_BYTES", 10)
+    weight_proof._bounce.cache_clear()
+    yield made
+    weight_proof._bounce.cache_clear()
+    assert not stream.blocking
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, OnDevice])
+def test_pieces_are_the_bytes_of_any_tensor(kind: type[torch.Tensor], buffers: list[torch.Tensor]) -> None:
+    for name, tensor in TENSORS.items():
+        whole = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        found = b""
+        for offset, piece in weight_proof._in_host([(64, tensor.as_subclass(kind))]):
+            assert offset == 64 + len(found) and (len(piece) <= 10 or kind is torch.Tensor), name
+            found += piece.numpy().tobytes()
+        assert found == whole, name
+
+
+def engine(named: dict[str, torch.Tensor]) -> Any:
+    """An engine whose parameters are on a device."""
+    held = [(name, tensor.as_subclass(OnDevice)) for name, tensor in named.items()]
+    return SimpleNamespace(named_parameters=lambda remove_duplicate: held, named_modules=list)
+
+
+def test_a_device_brings_its_parameters_through_two_buffers_that_are_made_once(buffers: list[torch.Tensor]) -> None:
+    published = {name: tensor for name, tensor in TENSORS.items() if "float8" not in name and tensor.dim()}
+    typed = [(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in published.items()]
+    layout = Layout.of(typed[:9], typed[9:])
+    flat = flat_buffer.pack(published.items(), layout)
+    for _ in range(2):
+        assert weight_proof.checksum(engine(published), layout) == flat_buffer.version_checksum(flat, layout)
+        weight_proof.check_shard(engine(published), layout, flat, 0, 2)
+    assert len(buffers) == 2
+    for place in (0, flat.numel() // 2 - 64, flat.numel() - 64):  # each an entry's first byte or a gap's
+        flat[place] ^= 1
+    assert weight_proof.checksum(engine(published), layout) != flat_buffer.version_checksum(flat, layout)
+    with refused(weight_proof.Unreadable, "worker 0 of 2"):
+        weight_proof.check_shard(engine(published), layout, flat, 0, 2)
