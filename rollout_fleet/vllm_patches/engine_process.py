@@ -8,6 +8,8 @@ With `weights.kv_cache: keep_episode` the later requests of a session keep the s
 blocks after a flip. Other conversations with the same salt may read the blocks of its first prompt, which were computed
 when they began or later. From the block with its first sampled token on, the hashes have the session's number, too.
 
+**Canaries** come before all other waiting requests.
+
 **Outputs** are kept until their request ends, if only its end was asked for. A flip sends them first.
 """
 
@@ -16,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+CANARY = "canary-"  # the ids of requests that read a canary begin so; those of other requests are numbers
 SEPARATOR = "#"  # behind the version: what else keeps a request to itself
 
 
@@ -48,18 +51,27 @@ def flip_in_one_call() -> None:
     0.32 hashes its blocks in the thread that reads the socket.
     """
     from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.request import Request
 
     require(kv_cache_utils, "generate_block_hash_extra_keys")
     require(EngineCore, "set_weight_version", "_reset_caches", "collective_rpc", "pause_scheduler", "add_request")
     require(Request, "update_block_hashes")
+    require(Scheduler, "_preempt_request")
     add = EngineCore.add_request
+    preempt = Scheduler._preempt_request
     extra_keys = kv_cache_utils.generate_block_hash_extra_keys
 
     def add_salted(engine: Any, request: Any, request_wave: int = 0) -> None:
         _resalt(request, engine.get_weight_version())
         add(engine, request, request_wave)
+        if request.request_id.startswith(CANARY):
+            let_canaries_first(engine.scheduler, request.request_id)
+
+    def preempt_behind_canaries(scheduler: Any, *arguments: Any, **named: Any) -> None:
+        preempt(scheduler, *arguments, **named)
+        let_canaries_first(scheduler)
 
     def keys_of_session(request: Any, start: int, end: int, mm: int) -> tuple[tuple[Any, ...] | None, int]:
         keys, mm = extra_keys(request, start, end, mm)
@@ -68,6 +80,7 @@ def flip_in_one_call() -> None:
         return keys, mm
 
     kv_cache_utils.generate_block_hash_extra_keys = keys_of_session
+    Scheduler._preempt_request = preempt_behind_canaries  # type: ignore[method-assign]
     EngineCore.add_request = add_salted  # type: ignore[method-assign]
     EngineCore.slipstream_flip = _flip  # type: ignore[attr-defined]
 
@@ -104,6 +117,22 @@ def drop_cache(engine: Any) -> None:
         # scheduler_stats.py counts preemptions for want of KV cache, and a flip is none. Requests that were preempted
         # earlier are reset too: the step that lets them in again would count as lost time, and the flip caused it.
         request.num_preemptions = 0
+
+
+def let_canaries_first(scheduler: Any, new: str | None = None) -> None:
+    """Put waiting canaries before the other requests; `new` is the id of one that was added just now.
+
+    vLLM admits no request behind one that finds no room, and it puts preempted requests first. A canary needs little
+    room, and its node is not active before the answer. A queue by priority keeps its own order.
+    """
+    canaries: set[str] = scheduler.__dict__.setdefault("slipstream_canaries", set())
+    if new is not None:
+        canaries.add(new)
+    canaries.intersection_update(scheduler.requests)  # finished ones leave
+    if canaries:
+        for request in [one for one in scheduler.waiting if one.request_id in canaries]:
+            scheduler.waiting.remove_request(request)
+            scheduler.waiting.prepend_request(request)
 
 
 def _first_prompt(request: Any) -> int:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,12 +14,13 @@ from common.weights.receive.receiver import StagingStatus
 from common.weights.receive.weight_client import next_poll_s, until_staged
 from common.weights.wire.failures import FailureKind, ProofFailed, StagingFailed
 from common.weights.wire.layout import PATIENCE, publish_bound
-from rollout_fleet.vllm_patches.engine_process import salt
+from rollout_fleet.vllm_patches.engine_process import CANARY, salt
 from rollout_fleet.weights.weight_proof import Proof, whole_checksum
 
 logger = logging.getLogger(__name__)
 
-ENGINE_TIMEOUT_S = 120.0  # least bound on a flip, on its proof and on a canary: an engine that hangs is given up
+ENGINE_TIMEOUT_S = 120.0  # least bound on a flip, its proof and other calls: an engine that hangs is given up
+CANARY_TIMEOUT_S = 1800.0  # bound on a canary that waits for room in an engine whose workers answer
 PAUSE_TIMEOUT_S = 10.0
 DECODED = 8  # tokens that a canary decodes; the first of them comes from prefill
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class EngineWeights:
         self.version = -1
         self.incarnation = -1
         self._total_bytes = 0  # the size of the newest staged version
-        self._slowest_s = 0.0  # the longest time of a flip, a proof or a canary so far
+        self._slowest_s = 0.0  # the longest time of a flip or a proof so far
         self.half_flips = 0  # flips that began and flips that ended: odd while one is under way
 
     @property
@@ -130,7 +131,7 @@ class EngineWeights:
             return Flip(stall_s, checksum)
 
     async def canary(self, tokens: list[int]) -> CanaryRead:
-        """Read the canary `tokens` at temperature 1; raises ProofFailed on a hang.
+        """Read the canary `tokens` at temperature 1; raises ProofFailed on a hang, and after CANARY_TIMEOUT_S.
 
         The learner knows what prefill gives. Decoding may compute with other tensors, as in latent attention. So the
         engine continues a beginning token by token, and prefill must give these tokens the same values.
@@ -149,13 +150,13 @@ class EngineWeights:
         final = RequestOutputKind.FINAL_ONLY
         counts = {"max_tokens": continued, "logprobs": 0, "prompt_logprobs": 0, "ignore_eos": True}
         params = SamplingParams(temperature=0.0, detokenize=False, output_kind=final, **counts)
-        request_id = f"canary-{self.label}-{time.monotonic_ns()}"
+        request_id = f"{CANARY}{self.label}-{time.monotonic_ns()}"
         prompt = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt(self.label, request_id)}
 
         async def finished() -> Any:
             return [output async for output in self._llm.generate(prompt, params, request_id)][-1]
 
-        output = await self._answered(finished(), "canary")
+        output = await self._admitted(finished())
         added = output.outputs[0]
         known = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]
         return known, [(token, row[token].logprob) for token, row in zip(added.token_ids, added.logprobs, strict=True)]
@@ -202,12 +203,13 @@ class EngineWeights:
                 return whole_checksum(proven)
             await asyncio.sleep(next_poll_s(time.perf_counter() - started, 0.0))  # each question enters an engine step
 
-    async def _answered(self, work: Awaitable[T], what: str) -> T:
-        """The result of `work`; ProofFailed when the engine does not answer in time.
+    def _bound_s(self) -> float:
+        """It follows from the size of a version, and from what earlier ones took."""
+        return publish_bound(max(ENGINE_TIMEOUT_S, PATIENCE * self._slowest_s), self._total_bytes)
 
-        That follows from the size of a version, and from what earlier ones took.
-        """
-        bound_s = publish_bound(max(ENGINE_TIMEOUT_S, PATIENCE * self._slowest_s), self._total_bytes)
+    async def _answered(self, work: Awaitable[T], what: str) -> T:
+        """The result of `work`; ProofFailed when the engine does not answer in time."""
+        bound_s = self._bound_s()
         began = time.perf_counter()
         try:
             async with asyncio.timeout(bound_s):
@@ -217,6 +219,21 @@ class EngineWeights:
             raise ProofFailed(late, FailureKind.ENGINE) from None
         self._slowest_s = max(self._slowest_s, time.perf_counter() - began)
         return answer
+
+    async def _admitted(self, canary: Coroutine[Any, Any, T]) -> T:
+        """The result of `canary`, which may wait until running requests leave room; as long as the workers answer."""
+        began = time.perf_counter()
+        reading = asyncio.create_task(canary)
+        try:
+            while not (await asyncio.wait([reading], timeout=self._bound_s()))[0]:
+                waited_s = time.perf_counter() - began
+                if waited_s > CANARY_TIMEOUT_S:
+                    late = f"canary: the engine did not read it within {waited_s:.0f} s"
+                    raise ProofFailed(late, FailureKind.ENGINE)
+                await self._answered(self._rpc("slipstream_staging"), "canary")
+            return await reading
+        finally:
+            reading.cancel()
 
     async def _rpc(self, method: str, **arguments: Any) -> list[Any]:
         """Every worker's answer, by rank; raises SlipstreamError with the reason of whichever failed."""

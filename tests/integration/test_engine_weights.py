@@ -326,6 +326,28 @@ def test_a_request_that_waits_in_the_engine_across_a_flip_reads_no_old_block(rig
     assert worst(got.logprobs, logprobs(rig.models[8], LONG + got.tokens)[299:]) < TOLERANCE
 
 
+def test_a_canary_is_read_before_requests_that_wait(rig: EngineRig) -> None:
+    """The running requests have the whole KV cache, and some of them are preempted."""
+    most, weights = rig.config.rollout.engine.max_num_seqs, rig.engine.weights
+    tokens, ended = [(i * 11) % 90 + 4 for i in range(32)], list[int]()
+
+    async def read() -> CanaryRead:
+        async def one(i: int) -> None:
+            await rig.engine.generate(prompt(i), TOKENS)
+            ended.append(i)
+
+        tasks = [asyncio.create_task(one(i)) for i in range(2 * most)]
+        await rig.sampling(most)
+        found = await weights.canary(tokens)
+        assert len(ended) < most, "it was read behind others that waited"
+        await asyncio.gather(*tasks)
+        return found
+
+    with rig.engine.stopping_at():
+        found = rig.run(read())
+    assert worst(found.logprobs, logprobs(rig.models[weights.version], tokens)) < TOLERANCE
+
+
 def test_a_cancelled_generate_frees_the_engine(rig: EngineRig) -> None:
     async def cancel() -> int:
         task = asyncio.create_task(rig.engine.generate(prompt(1), 490))

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from common.weights.receive.weight_client import FIRST_POLL_S, LAST_POLL_S, next
 from common.weights.wire.failures import Failure, FailureKind, ProofFailed, StagingFailed
 from common.weights.wire.layout import FIRST_RATE
 from rollout_fleet.engine.scheduler_stats import StepClock
-from rollout_fleet.vllm_patches.engine_process import _resalt, drop_cache, session_key
+from rollout_fleet.vllm_patches.engine_process import CANARY, _resalt, drop_cache, let_canaries_first, session_key
 from rollout_fleet.weights import engine_weights
 from rollout_fleet.weights.engine_weights import EngineWeights
 from rollout_fleet.weights.weight_proof import Proof
@@ -181,6 +182,64 @@ async def test_a_large_version_and_a_slow_engine_get_the_time_that_they_need(mon
     await weights.attach(SimpleNamespace(vllm_config=scheduler, collective_rpc=call), usable=True)
     await weights.stage(b"publish", Arriving(1.0).watch)
     await weights._answered(asyncio.sleep(0.01), "a flip of 400 MB, which may take seconds")
+
+
+class Busy:
+    """An engine that answers a request after 0.3 s; `hangs`: its workers do not answer."""
+
+    def __init__(self, hangs: bool) -> None:
+        self.hangs = hangs
+
+    async def request(self) -> str:
+        await asyncio.sleep(0.3)
+        return "read"
+
+    async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[bytes]:
+        await asyncio.sleep(LIMIT_S if self.hangs else 0.0)
+        return [b""]
+
+
+@pytest.mark.parametrize(("hangs", "most_s"), [(False, LIMIT_S), (True, LIMIT_S), (False, 0.1)])
+async def test_a_canary_that_waits_for_other_requests_is_read_while_the_workers_answer(
+    hangs: bool, most_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_weights, "ENGINE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(engine_weights, "CANARY_TIMEOUT_S", most_s)
+    weights = EngineWeights(recompute=False)
+    weights._llm = engine = Busy(hangs)
+    if not hangs and most_s == LIMIT_S:
+        assert await weights._admitted(engine.request()) == "read"
+        assert weights._slowest_s < 0.05, "the wait makes no later bound longer"
+        return
+    with pytest.raises(ProofFailed) as raised:
+        await weights._admitted(engine.request())
+    assert raised.value.kind is FailureKind.ENGINE
+
+
+class Waiting(deque[Any]):
+    """As vLLM's FCFSRequestQueue."""
+
+    add_request, prepend_request, remove_request = deque.append, deque.appendleft, deque.remove
+
+
+def test_canaries_come_before_other_requests_also_before_preempted_ones() -> None:
+    canary, queue = f"{CANARY}0:4-77", Waiting()
+    requests = {name: SimpleNamespace(request_id=name) for name in ("1", "2", canary, "3")}
+    scheduler = SimpleNamespace(waiting=queue, requests=requests)
+
+    def order() -> list[str]:
+        return [request.request_id for request in queue]
+
+    for name in ("1", "2", canary):
+        queue.add_request(requests[name])
+    let_canaries_first(scheduler, canary)
+    assert order() == [canary, "1", "2"]
+    queue.prepend_request(requests["3"])  # it was preempted
+    let_canaries_first(scheduler)
+    assert order() == [canary, "3", "1", "2"]
+    queue.remove_request(requests.pop(canary))
+    let_canaries_first(scheduler)
+    assert order() == ["3", "1", "2"] and not scheduler.slipstream_canaries
 
 
 async def test_an_engine_that_breaks_while_a_version_arrives_fails_its_staging() -> None:
