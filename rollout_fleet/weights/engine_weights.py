@@ -46,7 +46,7 @@ class EngineWeights:
         self.version = -1
         self.incarnation = -1
         self._total_bytes = 0  # the size of the newest staged version
-        self._slowest_s = 0.0  # the longest time of a flip or a proof so far
+        self._slowest_s = 0.0  # the longest time of a flip, a proof or another call so far
         self.half_flips = 0  # flips that began and flips that ended: odd while one is under way
 
     @property
@@ -86,13 +86,14 @@ class EngineWeights:
     async def tell(self, message: bytes, node_id: str) -> bytes:
         if self._flipping is not None:  # its caller may have left, but it still needs the buffer
             await asyncio.wait([self._flipping])
-        return (await self._rpc("slipstream_handle", message=message, node_id=node_id))[0]
+        handed = self._rpc("slipstream_handle", message=message, node_id=node_id)
+        return (await self._answered(handed, "a message to the workers"))[0]
 
     async def stage(self, publish: bytes, watch: Watch) -> float:
-        """As WeightTarget.stage."""
+        """As WeightTarget.stage; raises ProofFailed when the engine hangs."""
 
         async def status() -> StagingStatus:
-            first, *_ = await self._rpc("slipstream_staging")
+            first, *_ = await self._answered(self._rpc("slipstream_staging"), "staging")
             found = msgspec.msgpack.decode(first, type=StagingStatus)
             self._total_bytes = found.total_bytes
             return found

@@ -36,14 +36,14 @@ class WeightTarget(Protocol):
     async def tell(self, message: bytes, node_id: str) -> bytes:
         """Hand an encoded message to the engine's receiver; returns its encoded answer, b'' if it has none.
 
-        Raises SlipstreamError when the engine does not run.
+        Raises SlipstreamError when the engine does not run, ProofFailed when it hangs.
         """
         ...
 
     async def stage(self, publish: bytes, watch: Watch) -> float:
-        """Receive an encoded Publish while generation continues; returns its seconds. Raises StagingFailed.
+        """Receive an encoded Publish while generation continues; returns its seconds.
 
-        `watch` gets every status that is seen meanwhile.
+        Raises StagingFailed, and ProofFailed when the engine hangs. `watch` gets every status that is seen meanwhile.
         """
         ...
 

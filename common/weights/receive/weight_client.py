@@ -227,6 +227,9 @@ class WeightClient:
         began = time.perf_counter()
         try:
             seconds = await self._target.stage(data, StagingReports(self._node_id, self._send).tell)
+        except ProofFailed as error:  # the engine hangs
+            await self._exclude(publish, Failure.of(error))
+            return
         except Exception as error:  # the learner must hear of any
             if not isinstance(error, StagingFailed):
                 logger.exception("version %d cannot be staged", publish.version)

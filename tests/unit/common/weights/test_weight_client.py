@@ -17,6 +17,7 @@ from common.weights.transports.relay import Stall
 from common.weights.wire import messages
 from common.weights.wire.failures import FailureKind, ProofFailed
 from common.weights.wire.layout import Layout
+from rollout_fleet.weights import engine_weights
 from rollout_fleet.weights.engine_weights import EngineWeights
 from tests.rigs.waiting import until_async
 
@@ -107,7 +108,7 @@ class WrongWeights(Target):
         raise ProofFailed(f"version {version} differs")
 
 
-async def answer_to_an_activation(target: Target, canary: messages.Canary | None = None) -> tuple[WeightClient, Any]:
+async def answer_to_an_activation(target: Any, canary: messages.Canary | None = None) -> tuple[WeightClient, Any]:
     """A client that was told to use a version, and its answer: Active or Rejected."""
     layout = Layout.of([("a", "float32", (4,))])
     welcome, epoch = messages.Welcome(0, layout, "127.0.0.1:1"), messages.Epoch(5, 1, 2, 9.0)
@@ -115,7 +116,7 @@ async def answer_to_an_activation(target: Target, canary: messages.Canary | None
     answers = {messages.Join: [welcome, epoch, publish], messages.Staged: [messages.Activate(0, 7)]}
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.ROUTER) as router:
         port = router.bind_to_random_port("tcp://127.0.0.1")
-        client = WeightClient("node", target)  # type: ignore[arg-type]
+        client = WeightClient("node", target)
         client.follow(f"tcp://127.0.0.1:{port}", 0)
         said: messages.NodeMessage | None = None
         while not isinstance(said, messages.Active | messages.Rejected):
@@ -171,3 +172,31 @@ async def test_a_canary_bounds_the_largest_difference_and_of_rounded_weights_the
         assert said.canary_max_difference == client.state.canary_max_difference == max(map(abs, differs))
     else:
         assert (said.fatal, said.kind) == (True, FailureKind.CANARY)
+
+
+class HungEngine:
+    """vLLM's engine whose workers never answer the call `hangs`, nor does it pause."""
+
+    def __init__(self, hangs: str) -> None:
+        self.hangs = hangs
+        self.engine_core = self
+
+    async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[bytes]:
+        if method == self.hangs:
+            await asyncio.Event().wait()
+        return [b""]
+
+    async def pause_scheduler_async(self, **_: Any) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("hangs", ["slipstream_handle", "slipstream_staging"])
+async def test_an_engine_that_hangs_outside_a_flip_is_given_up(hangs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ENGINE_TIMEOUT_S", "PAUSE_TIMEOUT_S"):
+        monkeypatch.setattr(engine_weights, name, 0.05)
+    weights = EngineWeights(recompute=False)
+    weights._llm = HungEngine(hangs)
+    async with asyncio.timeout(60):
+        client, said = await answer_to_an_activation(weights)
+    assert (said.fatal, said.kind) == (True, FailureKind.ENGINE)
+    assert "did not answer within 0.05 s" in (client.state.excluded or "")
