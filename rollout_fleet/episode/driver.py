@@ -87,12 +87,17 @@ class Progress:
         self.since = now
 
 
+def whole(text: str) -> str:
+    """The text with a question mark for each half of a surrogate pair, which cannot travel."""
+    return text.encode("utf-8", "replace").decode()
+
+
 class EpisodeFailed(Exception):
     """The sample fails with `reason`; the message says why."""
 
     def __init__(self, message: str, reason: StopReason = StopReason.ENVIRONMENT_ERROR) -> None:
         self.reason = reason
-        super().__init__(message if len(message) <= REASON_CHARS else message[:REASON_CHARS] + " ...")
+        super().__init__(whole(message if len(message) <= REASON_CHARS else message[:REASON_CHARS] + " ..."))
 
 
 class Episode(Protocol):
@@ -263,10 +268,11 @@ class _EnvironmentEpisode:
             result = await self._environment.step(action)
             reward = finite(result.reward)
             metrics = checked_metrics(result.metrics)
+            notes = checked_notes(result.notes)
         self._check_names(metrics)
         self.record.turn_rewards.append(reward)
         self.record.metrics = {**self.record.metrics, **metrics}
-        self.record.notes = {**self.record.notes, **checked_notes(result.notes)}
+        self.record.notes = {**self.record.notes, **notes}
         return result
 
     def _ids(self, observation: Observation, end_token: int | None = None) -> list[int]:
@@ -356,7 +362,7 @@ def checked_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """The environment's numbers, which travel with the sample, as finite floats; raises for anything else."""
     if len(metrics) > METRICS_MAX:
         raise EpisodeFailed(f"{len(metrics)} metrics, at most {METRICS_MAX} are kept")
-    found = {str(name)[:METRIC_NAME_MAX]: float(value) for name, value in metrics.items()}
+    found = {whole(str(name)[:METRIC_NAME_MAX]): float(value) for name, value in metrics.items()}
     if len(found) < len(metrics):
         raise EpisodeFailed(f"two metrics have the same first {METRIC_NAME_MAX} characters")
     bad = [name for name, value in found.items() if not math.isfinite(value)]
@@ -374,4 +380,4 @@ def check_penalty(metrics: Iterable[str]) -> None:
 def checked_notes(notes: dict[str, str]) -> dict[str, str]:
     """The texts for the transcript, which travel with the sample; long ones are cut."""
     kept = list(notes.items())[:NOTES_MAX]
-    return {str(name)[:METRIC_NAME_MAX]: str(text)[:NOTE_CHARS] for name, text in kept}
+    return {whole(str(name)[:METRIC_NAME_MAX]): whole(str(text)[:NOTE_CHARS]) for name, text in kept}

@@ -16,6 +16,7 @@ The template also teaches the format of tool calls:
 import json
 import operator
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -28,8 +29,7 @@ Message = dict[str, Any]
 CACHED_CHARS = 4096  # longer texts are tokenised each time, so that the cache stays small
 MOST_CALLS = 32  # more calls in one turn are refused
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>]+)>(.*?)(?:</function>|$)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PARAMETER_END = "</parameter>"
 
 
 class Tokenizer(Protocol):
@@ -115,11 +115,14 @@ class Renderer:
 
 
 def token_of(found: object) -> int:
-    """A token id of an environment; raises ValueError for what is no integer."""
+    """A token id of an environment; raises ValueError for what is no integer, or none of 0 to 2^31 - 1."""
     try:
-        return operator.index(found)  # type: ignore[arg-type]
+        token = operator.index(found)  # type: ignore[arg-type]
     except TypeError:
         raise ValueError(f"a token id must be an integer, found {found!r}") from None
+    if not 0 <= token < 1 << 31:
+        raise ValueError(f"a token id is at least 0 and below 2^31, found {token}")
+    return token
 
 
 # -------------------------------------------------------------------- tool calls
@@ -162,12 +165,37 @@ def _hermes(text: str) -> tuple[str, list[ToolCall]]:
 def _xml(text: str) -> tuple[str, list[ToolCall]]:
     calls: list[ToolCall] = []
     for body in _TAGGED.findall(text):
-        function = _FUNCTION.search(body)
+        function = _opened(body, "<function=", 0)
         if function is None:
             raise ValueError("a call without <function=NAME>")
-        arguments = {name: _value(value) for name, value in _PARAMETER.findall(function[2])}
-        calls.append(ToolCall(function[1].strip(), json.dumps(arguments)))
+        name, begin = function
+        parameters = _parameters(body[begin:].partition("</function>")[0])
+        calls.append(ToolCall(name.strip(), json.dumps({key: _value(value) for key, value in parameters})))
     return text.partition("<tool_call>")[0], calls
+
+
+def _opened(text: str, tag: str, at: int) -> tuple[str, int] | None:
+    """(NAME, place behind it) of the next `tag`NAME>. A pattern takes quadratic time for many that nothing ends."""
+    while (start := text.find(tag, at)) >= 0:
+        at = start + len(tag)
+        end = text.find(">", at)
+        if end < 0:
+            return None
+        if end > at:
+            return text[at:end], end + 1
+    return None
+
+
+def _parameters(text: str) -> Iterator[tuple[str, str]]:
+    """(name, value) of each parameter that is closed."""
+    at = 0
+    while found := _opened(text, "<parameter=", at):
+        name, begin = found
+        end = text.find(_PARAMETER_END, begin)
+        if end < 0:
+            return
+        yield name, text[begin:end].removeprefix("\n").removesuffix("\n")
+        at = end + len(_PARAMETER_END)
 
 
 def _mistral(text: str) -> tuple[str, list[ToolCall]]:
@@ -210,5 +238,5 @@ def _json(text: str, what: str) -> Any:
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Group, GroupMeta, Sample, Task, encode_group
 from common.span_buffer import SPANS
 from rollout_fleet.episode.concurrency import Slots
-from rollout_fleet.episode.driver import EpisodeDriver, Progress
+from rollout_fleet.episode.driver import EpisodeDriver, Progress, whole
 from rollout_fleet.episode.sampler_protocol import EngineCounters
 from rollout_fleet.node.heartbeat import RETRY_S, BrokerTimeout
 from rollout_fleet.node.node_status import NodeStatusTracker
@@ -193,7 +194,12 @@ class RunningGroups:
 
     def start(self, lease: Lease) -> None:
         group = RunningGroup(lease)
-        self._work_of[group] = asyncio.create_task(self._work(group), name=f"group {lease.task.serial}")
+        self._work_of[group] = work = asyncio.create_task(self._work(group), name=f"group {lease.task.serial}")
+        work.add_done_callback(lambda _: self._forget(group))  # one that is cancelled before it begins runs nothing
+
+    def _forget(self, group: RunningGroup) -> None:
+        if self._work_of.pop(group, None) is not None:
+            self._on_end()
 
     def lost(self, token: str) -> None:
         """The broker gave this task to another node."""
@@ -251,7 +257,10 @@ class RunningGroups:
             self._fail(error)
         except Exception as error:  # a fault of the program's; its lease would be renewed for ever
             logger.exception("the group of task %d", lease.task.serial)
-            self._fail(SlipstreamError(f"the group of task {lease.task.serial}: {type(error).__name__}: {error}"))
+            reason = whole(f"{type(error).__name__}: {error}")
+            with suppress(SlipstreamError):  # else the next node would fail by the same task
+                await self._give_up(lease, CompletedGroup(Group(lease.task.serial, []), NO_SAMPLES), reason)
+            self._fail(SlipstreamError(f"the group of task {lease.task.serial}: {reason}"))
         finally:
             self._work_of.pop(group, None)
             facts = {**group.facts, "attempt": lease.attempt, "accepted": int(accepted)}

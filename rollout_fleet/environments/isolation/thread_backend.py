@@ -136,8 +136,8 @@ def _settle(answer: asyncio.Future[T], task: asyncio.Task[T]) -> None:
     error = None if task.cancelled() else task.exception()  # looked at, also when no caller waits
     if answer.done():
         return
-    if task.cancelled():
-        answer.cancel()
+    if task.cancelled():  # not by the caller, whose answer would be done
+        answer.set_exception(RuntimeError("the environment's thread was given up"))
     elif error is not None:
         answer.set_exception(error)
     else:

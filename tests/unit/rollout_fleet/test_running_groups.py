@@ -10,10 +10,11 @@ import pytest
 
 from broker.contract import Lease
 from common.errors import SlipstreamError
-from common.rollouts import Task, VersionRun
+from common.rollouts import Task, VersionRun, decode_group, encode_group
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.protocol import Action, StepResult
 from rollout_fleet.episode.driver import EpisodeDriver, Progress
+from rollout_fleet.node import running_groups
 from rollout_fleet.node.node_status import NodeStatusTracker
 from rollout_fleet.node.running_groups import CompletedGroup, RunningGroup, RunningGroups
 from tests.rigs.refusals import refused
@@ -92,6 +93,74 @@ def test_a_problem_that_is_no_object_fails_the_group(problem: bytes) -> None:
     task = Task(serial=4, problem=problem, seed=0, group_size=2)
     (done,) = roll(running(make_driver(ScriptedSampler(add), Addition)), task)
     assert done.failure is not None and "task 4" in done.failure
+
+
+HALF = "\ud83d"  # a policy's own JSON may have half a surrogate pair
+
+
+def fails(problem: object) -> StepResult:
+    raise ValueError(f"no {problem}")
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [
+        (lambda: fails(HALF), "step raised ValueError: no ?"),
+        (lambda: StepResult(reward=1.0, notes={"a": HALF}), None),
+        (lambda: StepResult(reward=1.0, metrics={HALF: 1.0}), None),
+        (lambda: StepResult(reward=1.0, notes="text"), "step raised AttributeError"),  # type: ignore[arg-type]
+        (lambda: StepResult(reward=1.0, notes=None), "step raised AttributeError"),  # type: ignore[arg-type]
+        (lambda: StepResult(observation=[1 << 40], done=False), "token id"),
+    ],
+)
+def test_a_sample_that_the_program_cannot_use_fails_alone(step: Any, error: str | None) -> None:
+    class Odd(Base):
+        async def step(self, action: Action) -> StepResult:
+            return step()
+
+    (done,) = roll(running(make_driver(ScriptedSampler(lambda _: say("x")), Odd)), addition_task(0))
+    for sample in decode_group(encode_group(done.group)).samples:
+        assert (sample.error is None) == (error is None) and (error or "") in (sample.error or "")
+
+
+async def test_a_fault_of_the_program_fails_the_lease_before_it_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unwritable(group: object) -> bytes:
+        raise OverflowError("too large")
+
+    told: list[tuple[Any, ...]] = []
+
+    async def fail(*facts: Any) -> None:
+        told.append(facts)
+
+    ended: list[SlipstreamError] = []
+    groups = RunningGroups(handing_in(fail=fail), lambda: None, ended.append)
+    monkeypatch.setattr(running_groups, "encode_group", unwritable)
+    groups.start(Lease(addition_task(3), "token", 1, 0.0))
+    await until_async(lambda: ended, "the end of the node")
+    assert [facts[1:3] for facts in told] == [("token", "OverflowError: too large")]
+    assert "task 3: OverflowError: too large" in str(ended[0])
+
+
+async def test_a_group_that_is_given_back_before_it_begins_is_gone() -> None:
+    released: list[list[str]] = []
+
+    async def release(node_id: str, tokens: list[str]) -> None:
+        released.append(tokens)
+
+    groups = RunningGroups(handing_in(release=release), lambda: None, lambda error: None)
+    groups.start(Lease(addition_task(0), "token", 1, 0.0))
+    await groups.give_back()
+    assert (released, groups.tokens) == ([["token"]], [])
+
+
+def handing_in(**broker: Any) -> Any:
+    """Parts of a node that solves additions, with these calls of the broker."""
+    calls = SimpleNamespace(**broker)
+    driver = make_driver(ScriptedSampler(add), Addition)
+    feed = SimpleNamespace(state=SimpleNamespace(version=0, incarnation=0))
+    timeout = SimpleNamespace(repeat=lambda call: call())
+    others = {"status": NodeStatusTracker("n"), "feed": feed, "timeout": timeout, "transcribe": None}
+    return SimpleNamespace(drivers={"": driver}, concurrency=8, broker=calls, **others)
 
 
 async def test_a_dead_engine_ends_the_group_and_its_other_episodes() -> None:

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from rollout_fleet.environments.isolation import thread_backend
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S, until_async
 from tests.unit.rollout_fleet.fleet_fakes import new_host
 
@@ -82,9 +83,12 @@ async def test_a_blocked_thread_is_replaced(monkeypatch: pytest.MonkeyPatch) -> 
     host, threads = new_host(), threading.active_count()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(host.call(blocks), 0.05)
+    behind = asyncio.create_task(host.call(thread_name))  # another episode's
     await until_async(lambda: threading.active_count() > threads, "a new thread")
     assert await host.call(thread_name) == "environments"
     release.set()
+    with refused(RuntimeError, "thread was given up"):
+        await behind
 
 
 async def test_a_slow_call_on_a_healthy_thread_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Tool calls are found in the format that the chat template teaches; what is broken is said, not guessed."""
 
+import json
+
 import pytest
 
 from rollout_fleet.environments.protocol import ToolCall
@@ -48,6 +50,14 @@ def test_calls_are_found_in_order_with_the_text_before_them(
     kind: str, text: str, before: str, calls: list[ToolCall]
 ) -> None:
     assert parse_turn(text, kind) == ParsedTurn(before, tuple(calls))
+
+
+def test_a_policy_that_repeats_itself_keeps_no_processor() -> None:
+    many, deep = "<parameter=x>" * 200_000, "[" * 100_000  # with a pattern the first took hours
+    for inside, arguments in ((many, {}), (f"<parameter=x>{deep}</parameter>", {"x": deep})):
+        (call,) = parse_turn(f"<tool_call><function=f>{inside}", "xml").calls
+        assert (call.name, json.loads(call.arguments)) == ("f", arguments)
+    assert parse_turn("<tool_call>" + "<function=" * 200_000, "xml").malformed
 
 
 @pytest.mark.parametrize(
