@@ -150,7 +150,7 @@ def _world(folder: Path, name: str, ranks: int) -> Iterator[Sequence["subprocess
     shared = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(ranks), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     shared |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     keep_gloo_here(shared)
-    words = [sys.executable, "-m", "learner.certificate.rank", str(folder), name, str(os.getpid())]
+    words = [sys.executable, "-P", "-m", "learner.certificate.rank", str(folder), name, str(os.getpid())]
     running: list[subprocess.Popen[Any]] = []
     try:
         for rank in range(ranks):

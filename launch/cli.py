@@ -173,6 +173,11 @@ def overview(version: bool) -> int:
 
 def run() -> NoReturn:
     """The console script: `main`, then a prompt end of the process."""
+    from common.process.install import CHECKOUT
+
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if CHECKOUT is not None and str(CHECKOUT) not in paths:  # children do not search the current folder for it
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), *filter(None, paths)])
     leave(main())
 
 

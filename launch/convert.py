@@ -33,7 +33,7 @@ def command(args: argparse.Namespace) -> int:
     need_packages("learner")
     words = ["--model", str(source), "--out", str(target), *["--no-verify"] * args.no_verify]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    process = [sys.executable, "-m", "learner.checkpoint.convert_main", *words]
+    process = [sys.executable, "-P", "-m", "learner.checkpoint.convert_main", *words]
     code = subprocess.run(process, env=environment, check=False).returncode
     if code == EXIT_DONE:
         made = read_converted(target)

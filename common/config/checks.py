@@ -140,6 +140,9 @@ def _problems(config: BaseConfig, read: set[str]) -> Iterator[Problem]:
         hint = "a frozen router balances nothing"
         yield Problem("learner.moe.balance", "none with learner.moe.freeze_router", hint=hint)
     ranks = config.learner.world_size
+    sinks = config.telemetry.sinks
+    if twice := [name for number, name in enumerate(sinks) if name in sinks[:number]]:
+        yield Problem("telemetry.sinks", "each tracker once", f"{twice[0]} twice")
     if wrong := [rank for rank in config.telemetry.profile_ranks if rank >= ranks]:
         yield Problem("telemetry.profile_ranks", f"ranks below learner.world_size ({ranks})", f"{wrong[0]}")
     yield from _keep_best(config)

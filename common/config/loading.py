@@ -1,9 +1,11 @@
 """Load a YAML config strictly: an error names the file, the line, the key path and the nearest valid name.
 
-The YAML is safe and a little stricter than PyYAML's: no duplicate keys, keys are text, and 3e-4 is a number.
+The YAML is safe and a little stricter than PyYAML's: no duplicate keys, keys are text, and 3e-4 is a number. 010 and
+1:30 are texts, where YAML 1.1 reads 8 and 90.
 
 msgspec checks the document against the schema. Its errors are rewritten here, with what the key accepts and what was
-found. `key.path=value` overrides are typed as YAML, applied before the check and named as '<override>'.
+found. `key.path=value` overrides are typed as YAML, applied before the check and named as '<override>'. A text without
+quotes is taken whole there.
 """
 
 import operator
@@ -183,15 +185,14 @@ def _apply_override(document: Document, word: str, schema: type[msgspec.Struct])
     key, equals, text = word.partition("=")
     if not equals or "[" in key or any(not part for part in key.split(".")):
         raise UsageError(f"override {word!r}: expected key.path=value, for example run.steps=40")
-    kind = schema_info.type_info(_type_of(key, schema))
+    kind = _type_of(key, schema)
     try:
         value = load_yaml(text)
+        whole = _is_text(text, value, kind)
     except yaml.YAMLError:
         raise ConfigError(OVERRIDE, key, "a YAML value", repr(text), "put quotes around the value") from None
-    if isinstance(kind, schema_info.StrType) and not isinstance(value, str):
-        value = text  # run.name=2026 means the text
-    if _looks_like_text(value, kind):
-        value = text  # tasks.prompt={question}
+    if whole:
+        value = text
     *sections, name = key.split(".")
     target = document
     for section in sections:
@@ -303,10 +304,29 @@ def _names(kind: schema_info.Type) -> list[str]:
     return names_in(kind.pattern) if isinstance(kind, schema_info.StrType) else []
 
 
+def _is_text(text: str, value: object, kind: Any) -> bool:
+    """Whether `text`, a value of the command line that YAML reads as `value`, stands for itself under the type.
+
+    It does without quotes, where the type has a text: run.name=2026, tasks.prompt={question}, 'run.dir=/data/run #3'.
+    """
+    info = schema_info.type_info(kind)
+    kinds = info.types if isinstance(info, schema_info.UnionType) else (info,)
+    if not any(isinstance(each, schema_info.StrType | schema_info.AnyType) for each in kinds):
+        return False
+    if isinstance(value, str):
+        node: Any = cast("Any", yaml.compose(text, Loader=_Loader))  # pyright: ignore[reportUnknownMemberType]
+        return node.style is None and text.lstrip()[0] not in "!&"
+    if value is None and text.lstrip().startswith("#"):
+        return True
+    only = isinstance(info, schema_info.StrType)
+    return only or _looks_like_text(value, info) or (not isinstance(value, dict | list) and bool(_refused(value, kind)))
+
+
 def _looks_like_text(value: object, kind: schema_info.Type) -> bool:
     """Whether YAML reads a mapping, as of an unquoted {question}, where the schema has a text but no mapping."""
     kinds = kind.types if isinstance(kind, schema_info.UnionType) else (kind,)
-    return isinstance(value, dict) and any(isinstance(each, schema_info.StrType) for each in kinds)
+    has_mapping = any(isinstance(each, schema_info.DictType) for each in kinds)
+    return isinstance(value, dict) and not has_mapping and any(isinstance(k, schema_info.StrType) for k in kinds)
 
 
 def _mapping_in(kind: Any) -> Any:
@@ -380,10 +400,20 @@ def _text(loader: _Loader, node: yaml.ScalarNode) -> str:
     return text
 
 
-_FLOAT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+# YAML 1.1 without integers of base 8 and 60
+_INT = re.compile(r"^[-+]?(0b[01_]+|0x[\da-fA-F_]+|0|[1-9][\d_]*)$")
+_FLOAT = re.compile(
+    r"^([-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d+(?=[eE]))([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+)
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 _Loader.add_constructor("tag:yaml.org,2002:str", _text)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))  # pyright: ignore[reportUnknownMemberType]
+_RESOLVERS: dict[str, re.Pattern[str]] = {"tag:yaml.org,2002:int": _INT, "tag:yaml.org,2002:float": _FLOAT}
+_Loader.yaml_implicit_resolvers = {
+    first: [pair for pair in pairs if pair[0] not in _RESOLVERS]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in _RESOLVERS.items():
+    _Loader.add_implicit_resolver(_tag, _pattern, list("-+0123456789."))  # pyright: ignore[reportUnknownMemberType]
 
 
 def load_yaml(text: str) -> object:

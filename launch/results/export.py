@@ -77,5 +77,5 @@ def convert(run: RunDir, checkpoint: Path, target: Path, *options: str) -> int:
     words = ["--config", str(run.config), "--checkpoint", str(checkpoint.resolve()), "--out", str(target.resolve())]
     words += options
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "learner.checkpoint.export_main", *words]
+    command = [sys.executable, "-P", "-m", "learner.checkpoint.export_main", *words]
     return subprocess.run(command, env=environment, check=False).returncode

@@ -39,8 +39,9 @@ def become_torchrun(config: BaseConfig, run: RunDir, broker: str = "") -> NoRetu
 def torchrun(run: RunDir, options: Sequence[str], words: Sequence[str]) -> list[str]:
     """torchrun with more `options`, which starts the ranks of a run once, with more `words` for each."""
     limits = ["--max-restarts", "0", "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
-    rank = ["-m", "learner.main", "--config", str(run.config), *words]
-    return [sys.executable, "-m", "learner.torchrun", *options, *limits, *rank]
+    # torchrun's own command for a module would search the job's folder first
+    rank = ["--no-python", sys.executable, "-u", "-P", "-m", "learner.main", "--config", str(run.config), *words]
+    return [sys.executable, "-P", "-m", "learner.torchrun", *options, *limits, *rank]
 
 
 def thread_environment(threads: int) -> dict[str, str]:

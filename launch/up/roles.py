@@ -206,5 +206,8 @@ def output_to(path: Path) -> Iterator[TextIO]:
 
 
 def role_command(words: Sequence[str], python: str = sys.executable) -> list[str]:
-    """`slipstream WORDS` with this interpreter, or the one named, whatever PATH says."""
-    return [python, "-m", "launch.cli", *words]
+    """`slipstream WORDS` with this interpreter, or the one named, whatever PATH says.
+
+    As in all commands for children, -P keeps a common.py in the job's folder from being imported as ours.
+    """
+    return [python, "-P", "-m", "launch.cli", *words]

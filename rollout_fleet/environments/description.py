@@ -149,7 +149,7 @@ def check_libraries(name: str, options: Mapping[str, Any], file: str = "config")
 
 def _ask(python: str, name: str, options: dict[str, Any], file: str) -> Description:
     """The description by a child process of `python`; raises ConfigError when there is none."""
-    command = [python, "-m", "rollout_fleet.environments.description", name, json.dumps(options)]
+    command = [python, "-P", "-m", "rollout_fleet.environments.description", name, json.dumps(options)]
     expected = f"an interpreter that can import {name!r}"
     try:
         answer, log, code = _run(command)

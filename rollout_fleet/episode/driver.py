@@ -352,6 +352,8 @@ def failure(error: Exception, where: str) -> EpisodeFailed:
 
 def finite(reward: Any) -> float:
     """A reward as a finite float; raises for anything else."""
+    if isinstance(reward, str | bytes):
+        raise EpisodeFailed(f"reward {reward!r} is no number"[:200])
     reward = float(reward)
     if not math.isfinite(reward):
         raise EpisodeFailed(f"reward {reward} is not finite")

@@ -101,7 +101,7 @@ def command(scorer: ScorerConfig, host: str, port: int, *, cpu: bool) -> list[st
     flags: dict[str, Any] = {**(CPU_FLAGS if cpu else {}), **scorer.serve}
     model = str(flags.pop("model", scorer.model))
     module = "rollout_fleet.scorers.vllm_server" if cpu else "vllm.entrypoints.openai.api_server"
-    words = [sys.executable, "-m", module, "--model", model]
+    words = [sys.executable, "-P", "-m", module, "--model", model]
     words += ["--served-model-name", scorer.model]
     words += ["--host", host, "--port", str(port), "--shutdown-timeout", str(DRAIN_S)]
     words += ["--runner", "pooling"] if scorer.kind == "classification" else []

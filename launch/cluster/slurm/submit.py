@@ -45,7 +45,7 @@ SCRIPT = """#!/usr/bin/env bash
 # role_job starts the role again after a crash, passes signals on, and ends the run's other jobs when the run is over.
 # It puts the address of this host in place of {{host}}, and that of the run's broker in place of {{broker}}.
 export PYTHONPATH={path}
-exec {python} -m launch.cluster.slurm.role_job {run} {role} -- \\
+exec {python} -P -m launch.cluster.slurm.role_job {run} {role} -- \\
   {command}
 """
 
@@ -208,7 +208,7 @@ def _script(config: Config, run: RunDir, role: str, chosen: Chosen) -> str:
     setup = "".join(f"{line}\n" for line in ("", "set -e", *chosen.setup)) if chosen.setup else ""
     words = {"path": shlex.quote(os.environ.get("PYTHONPATH", "")), "run": shlex.quote(str(run.path))}
     words |= {"name": options["job-name"], "role": role, "python": python}
-    start = f"{python} -m launch.cli"
+    start = f"{python} -P -m launch.cli"
     srun = SRUN if role == "learner" and config.learner.machines > 1 else ""
     if chosen.image:
         start, mounted = container.SLIPSTREAM, container.paths(config, run)

@@ -135,8 +135,8 @@ class _Reward:
         Compared with text, the row is never equal, so each answer would get 0 without an error.
         """
         inner = (column for column in row.values() if isinstance(column, Mapping))
-        second = [*inspect.signature(self.function).parameters][1]
-        if second != "row" and any(second in columns for columns in (row, *inner)):
+        second = "".join([*inspect.signature(self.function).parameters][1:2])  # *arguments have none
+        if second not in ("", "row") and any(second in columns for columns in (row, *inner)):
             name = self.name or self.default
             raise RewardFailed(f"{name} calls the row {second!r}, which is a column; take (completion, row)")
 

@@ -55,6 +55,7 @@ LIBC = ctypes.CDLL(None)
 def main(arguments: list[str]) -> int:
     """Serve until the node closes the control socket."""
     control = socket.socket(fileno=int(arguments[0]))
+    _search_working_directory()
     try:
         split = arguments.index("--")
         for module in arguments[1:split]:
@@ -76,6 +77,13 @@ def main(arguments: list[str]) -> int:
         if os.fork() == 0:
             _become_guard(ProcessOrder(**json.loads(request)), fds[0])
         os.close(fds[0])
+
+
+def _search_working_directory() -> None:
+    """Find the job's modules, here and in processes of environments; never in the place of ours."""
+    sys.path.append(os.getcwd())
+    paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), os.getcwd()]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
 
 
 def _namespaces_work() -> bool:

@@ -133,7 +133,7 @@ class _ForkServer:
         name = "rollout_fleet.environments.isolation.fork_server"
         try:
             self.process = subprocess.Popen(
-                [python, "-m", name, str(theirs.fileno()), *modules, "--", *learned],
+                [python, "-P", "-m", name, str(theirs.fileno()), *modules, "--", *learned],
                 env=child_variables(),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -261,5 +261,5 @@ def child_variables() -> dict[str, str]:
     """The node's variables that environment processes get; secrets are not among them."""
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     sources = [] if CHECKOUT is None else [str(CHECKOUT)]  # a wheel lies among packages of this Python alone
-    paths = [*sources, os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [*sources, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**kept, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": "1"}

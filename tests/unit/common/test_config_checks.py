@@ -38,6 +38,7 @@ learner: {groups_per_step: 9007199254740992} | learner.groups_per_step | at most
 learner: {lora: {rank: 9007199254740992}} | learner.lora.rank | at most 131072
 rollout: {nodes: 9007199254740992} | rollout.nodes | at most 131072
 rollout: {group_size: 9007199254740992} | rollout.group_size | at most 8192, since a step has 16 groups
+telemetry: {sinks: [wandb, mlflow, wandb]} | telemetry.sinks | expected each tracker once, found wandb twice
 telemetry: {profile_ranks: [0, 3]} | telemetry.profile_ranks | expected ranks below learner.world_size (1), found 3
 learner: {moe: {balance: aux_loss}} | learner.moe.balance | no experts
 learner: {moe: {balance: bias}} | learner.moe.balance | no experts

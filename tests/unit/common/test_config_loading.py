@@ -1,10 +1,12 @@
 """Loading a config: what is accepted, and how each mistake is named."""
 
+import json
+import math
 from pathlib import Path
 
 import pytest
 
-from common.config.loading import OVERRIDE, dump_yaml, key_paths, load_config, load_either
+from common.config.loading import OVERRIDE, dump_yaml, key_paths, load_config, load_either, load_yaml
 from common.config.schema import Config, EngineConfig, RolloutConfig, SftConfig
 from common.errors import EXIT_USAGE, ConfigError, UsageError
 
@@ -251,6 +253,43 @@ def test_malformed_document_is_refused_with_its_line(write, text, where, problem
     error = error_of(write(text))
     assert where in error.key
     assert problem in error.found
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("tasks.prompt", "Solve {question}. Give the number after ####."),
+        ("tasks.prompt", "{question} # {hint}"),
+        ("tasks.prompt", "Solve it.\n\n{question}"),
+        ("tasks.prompt", "# {question}"),
+        ("tasks.prompt", "no"),
+        ("run.dir", "/data/run #3"),
+        ("run.name", "010"),
+        ("model.dtype", "bfloat16"),
+    ],
+)
+def test_a_text_of_the_command_line_is_taken_whole_without_quotes(write, key, text):
+    path = write(MINIMAL.replace("environment: addition", "reward: exact_match"))
+    section, _, name = key.partition(".")
+    for word, expected in ((text, text), (json.dumps(text), text), (f"'{text}' # comment", text)):
+        if "\n" not in text or "'" not in word:
+            assert getattr(getattr(load_config(path, [f"{key}={word}"]), section), name) == expected
+
+
+def test_a_mapping_of_the_command_line_stays_one_where_the_key_takes_it(write):
+    words = ["scorers.g.url=http://h/v1", "scorers.g.model=m", "scorers.g.kind=rubric", "scorers.g.prompt={completion}"]
+    words += ["tasks.reward=[{scorer: g}]", "tasks.environment=null", "scorers.g.verdict={(good): 1, bad: 0}"]
+    assert load_config(write(MINIMAL), words).scorers["g"].verdict == {"(good)": 1.0, "bad": 0.0}
+
+
+def test_numbers_that_yaml_reads_in_base_8_or_60_are_refused_and_others_keep_their_value(write):
+    for word in ("010", "00", "1:30"):
+        error = error_of(write(MINIMAL), f"run.seed={word}")
+        assert (error.key, error.found) == ("run.seed", f"{word!r} (text)")
+        assert error_of(write(MINIMAL.replace("steps: 10", f"steps: {word}"))).found == f"{word!r} (text)"
+    read = {"0": 0, "0x10": 16, "0b11": 3, "1_000": 1000, "-5": -5, "1.": 1.0, ".5": 0.5, "1.5e+3": 1500.0, "1e5": 1e5}
+    assert {word: load_yaml(word) for word in read} == read
+    assert load_yaml("[.inf, -.inf]") == [math.inf, -math.inf]
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,18 @@ import subprocess
 import sys
 import tomllib
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import yaml
 
 from common.errors import EXIT_USAGE
 from common.process.install import ENVIRONMENTS
+from common.process.run_dir import RunDir
 from launch.cli import COMMANDS, GROUPS, main, parse
 from launch.resolve_target import load_job
+from launch.up import ranks
+from launch.up.roles import role_command
 from tests.rigs.configs import HEAVY, imported_by, refusal, run_cli
 from tests.rigs.processes import ROOT
 from tests.rigs.redis_servers import free_port
@@ -58,6 +62,16 @@ def test_a_model_that_is_not_there_is_refused_by_those_who_read_it_and_no_matter
     finally:
         broker.kill()
         broker.communicate()
+
+
+def test_modules_of_a_jobs_folder_are_not_taken_for_ours(tmp_path: Path) -> None:
+    for name in ("common", "launch", "broker", "learner", "rollout_fleet"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')\n")
+    done = subprocess.run(role_command(["broker", "--help"]), cwd=tmp_path, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    words = ranks.torchrun(RunDir(tmp_path), ["--nproc-per-node", "1", "--standalone"], ["--help"])
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "python -m learner.main" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("command", ["up", "rollout"])

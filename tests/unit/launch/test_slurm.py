@@ -97,7 +97,7 @@ def test_a_role_runs_in_its_container_with_the_folders_that_its_config_names(tmp
     images = ["--container", "fleet.sif", "--container", "learner:lab/image:1", "--container", "broker:"]
     made = {role: command_of(text) for role, text in dry_run(tmp_path / "my job", *images, learner=learner).items()}
     config = str(tmp_path / "my job" / "run" / "config.yaml")
-    assert made["broker"][:4] == [sys.executable, "-m", "launch.cli", "broker"], "on the host"
+    assert made["broker"][:5] == [sys.executable, "-P", "-m", "launch.cli", "broker"], "on the host"
     runtime, how, gpus, bind, folders, image, *inside = made["fleet"]
     assert (runtime, how, gpus, bind, image) == ("apptainer", "exec", "--nv", "--bind", "fleet.sif")
     assert inside[:6] == ["env", "-u", "PYTHONPATH", "slipstream", "rollout", config]

@@ -136,7 +136,8 @@ def test_an_environment_that_raises_fails_its_sample_with_a_short_reason(where: 
     [
         (None, "AttributeError"),
         (StepResult(reward=float("nan")), "not finite"),
-        (StepResult(reward="lots"), "could not convert"),  # type: ignore[arg-type]
+        (StepResult(reward="1.0"), "reward '1.0' is no number"),  # type: ignore[arg-type]
+        (StepResult(reward="lots"), "reward 'lots' is no number"),  # type: ignore[arg-type]
         (StepResult(observation=3.5, done=False), "TypeError"),  # type: ignore[arg-type]
         (StepResult(reward=1.0, metrics={"a": float("nan")}), "metric 'a' is not finite"),
         (StepResult(reward=1.0, metrics={str(i): 1.0 for i in range(65)}), "65 metrics"),

@@ -14,8 +14,10 @@ from rollout_fleet.driver_factory import build_driver, check_rows
 from rollout_fleet.environments import description
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.description import PYTHON_KEY, check_environment, check_libraries, describe
+from rollout_fleet.environments.isolation import process_backend
 from rollout_fleet.environments.registry import BUILT_IN, resolve
 from tests.rigs.configs import job_of
+from tests.rigs.processes import ROOT
 from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
@@ -188,6 +190,10 @@ def other_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "only_there.py").write_text("QUESTION = 'How much?'\n")
     (tmp_path / "other_game.py").write_text(GAME)
+    for name in ("common", "rollout_fleet"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('the wrong one')\n")
+    monkeypatch.setattr(process_backend, "CHECKOUT", None)  # as pip installs us
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{tmp_path}/lib" exec {sys.executable} "$@"\n')
     python.chmod(0o755)

@@ -51,6 +51,7 @@ def right(completion, row, *, bonus=1.0): return bonus * (completion == row["ans
 async def later(completion, row): return right(completion, row)
 def wrapped(completion, row): return later(completion, row)
 def both(completion, row): return {"right": right(completion, row), "short": len(completion) < 3}
+def starred(*arguments): return float(arguments[0] == arguments[1]["answer"])
 def several(completion, row): return {"right": 1.0, "later": 1.0, "wrapped": 1.0}
 def tokens(completion, row, *, action): return len(action.tokens) + 100 * action.ended
 def spoils(completion, row): return float(row.pop("answer") == "2")
@@ -135,6 +136,7 @@ def refused(config: Config) -> ConfigError:
         ("my_rewards:right", {}, 1.0, {"right": 1.0}),
         ("my_rewards:right", {"bonus": 3.0}, 3.0, {"right": 3.0}),
         ("my_rewards:later", {}, 1.0, {"later": 1.0}),
+        ("my_rewards:starred", {}, 1.0, {"starred": 1.0}),
         ("my_rewards:wrapped", {}, 1.0, {"wrapped": 1.0}),
         ("my_rewards:both", {}, 2.0, {"right": 1.0, "short": 1.0}),
         ("my_rewards:called", {}, 0.25, {"called": 0.25}),

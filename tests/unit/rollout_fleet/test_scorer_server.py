@@ -66,9 +66,9 @@ def test_vllm_gets_the_address_the_name_and_the_options() -> None:
     config = scorer(serve={"model": "/models/judge", "max_model_len": 64, "enforce_eager": False})
     words = server.command(config, "127.0.0.1", 8001, cpu=False)
     expected = "--model /models/judge --served-model-name org/judge --host 127.0.0.1 --port 8001 --shutdown-timeout 30"
-    assert " ".join(words[3:]) == f"{expected} --max-model-len 64 --no-enforce-eager"
+    assert " ".join(words[4:]) == f"{expected} --max-model-len 64 --no-enforce-eager"
     on_cpu = server.command(scorer(kind="classification"), "127.0.0.1", 8001, cpu=True)
-    assert on_cpu[4] == "org/judge"
+    assert on_cpu[5] == "org/judge"
     assert " ".join(on_cpu[-5:]) == "--runner pooling --enforce-eager --kv-cache-memory-bytes 1073741824"
 
 
