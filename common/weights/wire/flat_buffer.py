@@ -90,13 +90,23 @@ def pack(named: Iterable[tuple[str, torch.Tensor]], layout: Layout, out: torch.T
 
 
 def fill(targets: Iterable[tuple[str, torch.Tensor]], named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy `named` into the views of a buffer; raises ValueError when names or shapes do not follow the layout."""
+    """Copy `named` into the views of a buffer; raises ValueError when names or shapes do not follow the layout.
+
+    Bytes for host memory are there on return.
+    """
     views = iter(targets)
-    for name, tensor in named:
-        want, target = next(views, (None, None))
-        if want != name or target is None or target.shape != tensor.shape:
-            raise ValueError(f"tensor {name} {tuple(tensor.shape)} does not follow the layout, which has {want}")
-        _copy(target, tensor.detach())
+    streams: set[torch.cuda.Stream] = set()  # that copy to host memory
+    try:
+        for name, tensor in named:
+            want, target = next(views, (None, None))
+            if want != name or target is None or target.shape != tensor.shape:
+                raise ValueError(f"tensor {name} {tuple(tensor.shape)} does not follow the layout, which has {want}")
+            if tensor.is_cuda and target.is_cpu:
+                streams.add(torch.cuda.current_stream(tensor.device))
+            _copy(target, tensor.detach())
+    finally:
+        for stream in streams:
+            stream.synchronize()
     missing = next(views, None)
     if missing is not None:
         raise ValueError(f"tensor {missing[0]} of the layout was not given")
@@ -108,7 +118,8 @@ def _copy(target: torch.Tensor, tensor: torch.Tensor) -> None:
         to, data = (one.view(-1).view(torch.uint8).numpy() for one in (target, tensor))
         np.copyto(to, data)  # in half of the time of torch's copy, which reads the target before it writes there
     else:
-        target.copy_(tensor)
+        # Without blocking, torch would convert on the device, in memory that a learner may not have left.
+        target.copy_(tensor, non_blocking=tensor.is_cuda and target.is_cpu and target.dtype == tensor.dtype)
 
 
 def checksum(data: torch.Tensor, kind: str = XXH3) -> str:

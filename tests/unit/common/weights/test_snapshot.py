@@ -4,7 +4,7 @@ import ctypes
 import gc
 import re
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,8 @@ from common.weights.source.snapshot import Deltas, Payload, Snapshot, SnapshotMa
 from common.weights.wire import delta, flat_buffer
 from common.weights.wire.layout import Layout
 from common.weights.wire.messages import Active, Epoch, Pong, Staged
+from tests.rigs import device
+from tests.rigs.device import OnDevice, Stream
 from tests.unit.common.weights.node_views import settled
 
 LAYOUT = Layout.of([("a", "bfloat16", (4096,))])
@@ -189,3 +191,29 @@ def test_on_a_gpu_the_buffers_of_versions_are_page_locked_while_they_exist(
     del made, versions
     gc.collect()
     assert not locked
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_device_copies_a_version_without_blocking_until_all_of_it_is_asked_for(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream()
+    monkeypatch.setattr(device, "STREAM", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda where: stream)
+    maker, written = SnapshotMaker("bfloat16"), torch.empty(64, dtype=dtype)
+
+    def exported() -> Iterator[tuple[str, torch.Tensor]]:
+        for n in range(5):
+            yield f"w{n}", written.fill_(n).as_subclass(OnDevice)  # every tensor in the memory of the one before
+
+    maker.make(0, exported(), None)  # blocks: the layout is not known, and no buffer is page-locked
+    stream.blocking = stream.waits = 0
+    made = maker.make(1, exported(), None)
+    assert stream.waits == 1
+    assert stream.blocking == (0 if dtype == torch.bfloat16 else 5), "a conversion would take memory of the device"
+    assert [tensor.unique().tolist() for _, tensor in flat_buffer.view(made.flat, made.layout)] == [
+        [n] for n in range(5)
+    ]
+    with pytest.raises(ValueError, match="was not given"):
+        maker.make(2, (one for one in [*exported()][:3]), None)
+    assert stream.waits == 2, "nothing is under way into a buffer that is freed"
