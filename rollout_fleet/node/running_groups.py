@@ -258,8 +258,11 @@ class RunningGroups:
         except Exception as error:  # a fault of the program's; its lease would be renewed for ever
             logger.exception("the group of task %d", lease.task.serial)
             reason = whole(f"{type(error).__name__}: {error}")
-            with suppress(SlipstreamError):  # else the next node would fail by the same task
-                await self._give_up(lease, CompletedGroup(Group(lease.task.serial, []), NO_SAMPLES), reason)
+            group.handing_in = True
+            fail = partial(self._parts.broker.fail, self._node_id, lease.token, reason)
+            cost = group.sampled_tokens, group.seconds()
+            with suppress(SlipstreamError):  # an attempt counts, else the task would end one node after the other
+                await self._parts.timeout.repeat(lambda: fail(*cost, b""))
             self._fail(SlipstreamError(f"the group of task {lease.task.serial}: {reason}"))
         finally:
             self._work_of.pop(group, None)
