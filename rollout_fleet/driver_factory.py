@@ -12,7 +12,7 @@ from common.config.schema import Config
 from common.config.tasks import PENALTY
 from common.errors import ConfigError, meant, of_source
 from common.hub import load_tokenizer
-from common.json_lines import FIRST_ROWS, first_rows
+from common.json_lines import FIRST_ROWS, first_row, first_rows
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.description import Description, check_environment
 from rollout_fleet.environments.isolation.backend import Backend, BackendFailed
@@ -116,25 +116,27 @@ def _check_template(config: Config, tokenizer: Any, renderer: Renderer) -> None:
 
     Not among a launch's first checks: transformers takes seconds, and a node imports it anyway.
     """
-    from rollout_fleet.environments.builtin.reward_function import messages_of
-
     options = config.tasks.chat_template_kwargs
-    for where, line in first_rows(config.tasks.dataset, 1):
-        row = msgspec.json.decode(line, type=dict[str, Any])
-        try:
-            messages = tuple(messages_of(registry.played(config.tasks)[1]["prompt"], row))
-        except ValueError:  # check_rows says it
-            continue
-        try:
-            renderer.ids(Chat(messages, tuple(options.items())))
-        except Exception as error:  # a template raises anything
-            expected = "messages that the model's chat template renders"
-            raise ConfigError(
-                "config", "tasks.prompt", expected, f"{where}: {type(error).__name__}: {error}"
-            ) from error
+    if (first := first_row(config.tasks.dataset)) is not None:
+        _check_rendering(config, renderer, *first)
     found = getattr(tokenizer, "chat_template", None)
     if options and found and "chat_template" not in options:
         _check_variables(config, [found] if isinstance(found, str) else found.values())
+
+
+def _check_rendering(config: Config, renderer: Renderer, where: str, line: bytes) -> None:
+    from rollout_fleet.environments.builtin.reward_function import messages_of
+
+    try:
+        prompt = registry.played(config.tasks)[1]["prompt"]
+        messages = tuple(messages_of(prompt, msgspec.json.decode(line, type=dict[str, Any])))
+    except ValueError:  # check_rows says it
+        return
+    try:
+        renderer.ids(Chat(messages, tuple(config.tasks.chat_template_kwargs.items())))
+    except Exception as error:  # a template raises anything
+        expected = "messages that the model's chat template renders"
+        raise ConfigError("config", "tasks.prompt", expected, f"{where}: {type(error).__name__}: {error}") from error
 
 
 def _check_variables(config: Config, templates: Iterable[str]) -> None:

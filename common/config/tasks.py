@@ -30,13 +30,11 @@ AGENT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 Role = Literal["system", "user", "assistant", "tool"]
 SOURCE_NAME = re.compile(r"[A-Za-z][\w-]{0,63}")  # the wire has room for 256
 # arguments of a tokenizer's apply_chat_template, which are no variables of the template; chat_template chooses one
-# fmt: off
 TAKEN = {
     "add_generation_prompt", "continue_final_message", "conversation", "documents", "max_length", "messages", "padding",
     "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",
     "truncation",
-}
-# fmt: on
+}  # fmt: skip
 PENALTY = "overlong_penalty"  # metric of tasks.truncated: penalized
 DEFAULT_BUFFER_SHARE = 5  # overlong_buffer_tokens is this part of rollout.max_tokens, as in DAPO
 

@@ -3,7 +3,6 @@
 import hashlib
 import platform
 import sys
-from importlib import metadata
 from pathlib import Path
 
 # names in the answer, and the distributions that provide them; the first that is installed counts
@@ -39,6 +38,8 @@ def versions(site_packages: Path | None = None) -> dict[str, str]:
 
 
 def _version(candidates: tuple[str, ...], where: list[str]) -> str:
+    from importlib import metadata  # tens of milliseconds, which every command would pay
+
     return next((found.version for name in candidates for found in metadata.distributions(name=name, path=where)), "")
 
 

@@ -150,7 +150,7 @@ def parse_turn(text: str, kind: str) -> ParsedTurn:
     """Split a turn; `kind` is one of the formats above."""
     try:
         before, calls = _PARSERS[kind](text)
-    except (ValueError, RecursionError) as error:  # what can be read may be too deep to be written again
+    except (ValueError, RecursionError) as error:  # arguments that were read may be too deep to be written again
         return ParsedTurn(text, malformed=str(error))
     if len(calls) > MOST_CALLS:
         return ParsedTurn(text, malformed=f"{len(calls)} calls in one turn, at most {MOST_CALLS} are run")

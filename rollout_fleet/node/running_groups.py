@@ -195,11 +195,12 @@ class RunningGroups:
     def start(self, lease: Lease) -> None:
         group = RunningGroup(lease)
         self._work_of[group] = work = asyncio.create_task(self._work(group), name=f"group {lease.task.serial}")
-        work.add_done_callback(lambda _: self._forget(group))  # one that is cancelled before it begins runs nothing
+        work.add_done_callback(lambda _: self._ended(group))  # one that is cancelled before it begins runs nothing
 
-    def _forget(self, group: RunningGroup) -> None:
-        if self._work_of.pop(group, None) is not None:
-            self._on_end()
+    def _ended(self, group: RunningGroup) -> None:
+        del self._work_of[group]
+        self._evaluated_tokens += group.sampled_tokens if group.lease.evaluation else 0
+        self._on_end()
 
     def lost(self, token: str) -> None:
         """The broker gave this task to another node."""
@@ -259,17 +260,12 @@ class RunningGroups:
             logger.exception("the group of task %d", lease.task.serial)
             reason = whole(f"{type(error).__name__}: {error}")
             group.handing_in = True
-            fail = partial(self._parts.broker.fail, self._node_id, lease.token, reason)
-            cost = group.sampled_tokens, group.seconds()
             with suppress(SlipstreamError):  # an attempt counts, else the task would end one node after the other
-                await self._parts.timeout.repeat(lambda: fail(*cost, b""))
+                await self._failed(lease, reason, group.sampled_tokens, group.seconds())
             self._fail(SlipstreamError(f"the group of task {lease.task.serial}: {reason}"))
         finally:
-            self._work_of.pop(group, None)
             facts = {**group.facts, "attempt": lease.attempt, "accepted": int(accepted)}
             SPANS.add(f"group {lease.task.serial}", "lease", group.leased_at, track=f"groups/{lease.token}", **facts)
-            self._evaluated_tokens += group.sampled_tokens if lease.evaluation else 0
-            self._on_end()
 
     def _fits(self, order: EvaluationOrder | None) -> bool:
         """Whether the engine's weights are those of the evaluation round; always outside a round."""
@@ -357,6 +353,9 @@ class RunningGroups:
         transcript = b""
         if parts.transcribe is not None and done.failure is not None:
             transcript = await asyncio.to_thread(parts.transcribe, done.group)
-        cost = done.meta.sampled_tokens, max(0.0, done.meta.generation_s)
-        await parts.timeout.repeat(lambda: parts.broker.fail(self._node_id, lease.token, reason, *cost, transcript))
+        await self._failed(lease, reason, done.meta.sampled_tokens, max(0.0, done.meta.generation_s), transcript)
         return False
+
+    async def _failed(self, lease: Lease, reason: str, tokens: int, seconds: float, transcript: bytes = b"") -> None:
+        fail = partial(self._parts.broker.fail, self._node_id, lease.token, reason, tokens, seconds, transcript)
+        await self._parts.timeout.repeat(fail)
