@@ -77,7 +77,7 @@ class CheckpointSave:
         filesystem_async._results_queue = queue.Queue()
         strategy: Any = _PlanOnly()
         tensors = [each.data for each in nested_values(sharded) if isinstance(each, ShardedTensor)]
-        live = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None and host is not None}
+        live = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
         self._config = CheckpointingConfig(strategy.backend, strategy.version)
         self._writer, self._metadata = strategy.async_save(sharded, self.path)
         self._transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []

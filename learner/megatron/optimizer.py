@@ -90,11 +90,10 @@ class Optimizer:
             ),
             chunks,
         )
-        for group in (group for part in self.megatron.chained_optimizers for group in part.optimizer.param_groups):
-            if (
-                "foreach" in group
-            ):  # torch's AdamW, without TE: on a GPU it would keep every intermediate result at once
-                group["foreach"] = False
+        for part in self.megatron.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                if "foreach" in group:  # torch's AdamW, without TE: a GPU would keep every intermediate result at once
+                    group["foreach"] = False
 
     def zero_grad(self) -> None:
         """Forget the float32 copies of the gradients (bfloat16 parameters only)."""
