@@ -77,6 +77,7 @@ class WeightClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._staging: asyncio.Task[None] | None = None
         self._staged: Publish | None = None
+        self._flip: asyncio.Task[None] | None = None
         self._frozen = ""  # checksum of the frozen weights that the target keeps
         self._closed = False
 
@@ -105,7 +106,7 @@ class WeightClient:
         self._closed = True
         with contextlib.suppress(zmq.ZMQError, TimeoutError):
             await asyncio.wait_for(self._send(messages.Leave(self._node_id)), 1)
-        tasks = [*self._tasks, *([self._staging] if self._staging else [])]
+        tasks = [*self._tasks, *(task for task in (self._staging, self._flip) if task is not None)]
         self._disconnect()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -195,8 +196,8 @@ class WeightClient:
             message, data = await jobs.get()
             try:
                 await self._do(message, data)
-            except Exception as error:  # an engine that fails to flip must not be used, and the learner must hear it
-                await self._exclude(message, Failure(FailureKind.ENGINE, f"{type(error).__name__}: {error}"))
+            except Exception as error:  # an engine that fails must not be used, and the learner must hear it
+                await self._exclude(message, _failure(error))
 
     async def _do(self, message: messages.LearnerMessage, data: bytes) -> None:
         if self.state.excluded is not None:
@@ -211,7 +212,8 @@ class WeightClient:
             self._staged = None
             self._staging = asyncio.create_task(self._stage(message, data))
         elif isinstance(message, messages.Activate):
-            await self._activate(message)
+            self._flip = asyncio.create_task(self._activate(message))
+            await asyncio.shield(self._flip)  # where the connection ends meanwhile, the engine flips all the same
         elif isinstance(message, messages.StoreEntries | messages.Reroute | messages.Serve):
             try:
                 await self._target.tell(data, self._node_id)
@@ -250,13 +252,14 @@ class WeightClient:
             logger.info("version %d is not what is staged here; ignored", message.version)
             return
         self._staged = None
+        connection = self._socket
         started = time.perf_counter()
         await self._change(flipping=True)
         try:
             flip = await self._target.flip(publish.incarnation, publish.version, publish.checksum)
             difference = await self._compare(publish.canary) if publish.canary is not None else None
-        except ProofFailed as error:
-            await self._exclude(message, Failure.of(error))
+        except Exception as error:
+            await self._exclude(message, _failure(error))
             return
         state = self.state
         self._reached("active")
@@ -281,7 +284,8 @@ class WeightClient:
             checksum=flip.checksum,
             canary_max_difference=difference,
         )
-        await self._send(active)
+        if self._socket is connection:  # a restarted learner gives its own version
+            await self._send(active)
 
     async def _compare(self, canary: Canary) -> float:
         """Largest |difference| between the learner's and this engine's log-probabilities; raises ProofFailed.
@@ -321,6 +325,11 @@ class WeightClient:
         async with self._changed:
             self.state = replace(self.state, **changes)
             self._changed.notify_all()
+
+
+def _failure(error: Exception) -> Failure:
+    known = isinstance(error, ProofFailed)
+    return Failure.of(error) if known else Failure(FailureKind.ENGINE, f"{type(error).__name__}: {error}")
 
 
 def _absolute(differences: Iterable[float]) -> list[float]:

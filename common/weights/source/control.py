@@ -115,7 +115,8 @@ class PublishControl:
         """Until there is something to do without any message."""
         fleet = self._fleet
         entries = fleet.broadcast is not None and fleet.broadcast.entries
-        paced = ((fleet.changed, self._describing), (fleet.stirred, self._starting), (entries, self._meeting))
+        startable = fleet.stirred and self.schedule.current is not None
+        paced = ((fleet.changed, self._describing), (startable, self._starting), (entries, self._meeting))
         left_s = min((pace.next - time.perf_counter() for wanted, pace in paced if wanted), default=1.0)
         return min(50 if fleet.attempts else 250, max(1, int(1000 * left_s)))
 

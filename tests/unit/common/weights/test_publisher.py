@@ -149,6 +149,18 @@ def test_a_newcomer_gets_the_version_in_parts_from_a_node_that_has_it_and_the_ne
     assert join("third").hear(Publish).sources == [address_of("second")]
 
 
+def test_the_thread_sleeps_while_there_is_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, control = list[int](), PublishControl(WeightsConfig(), 0)
+
+    def wait(timeout_ms: int) -> None:
+        asked.append(timeout_ms)
+        control._stop_by = 0.0 if len(asked) == 20 else None
+
+    monkeypatch.setattr(control._socket, "wait", wait)
+    control.run()  # closes its socket
+    assert asked[-1] == 250
+
+
 def test_a_node_that_gets_nothing_is_led_around_its_source(first: Node, join: Callable[..., Node]) -> None:
     second = join("second")
     publish = second.hear(Publish)

@@ -108,12 +108,16 @@ class WrongWeights(Target):
         raise ProofFailed(f"version {version} differs")
 
 
-async def answer_to_an_activation(target: Any, canary: messages.Canary | None = None) -> tuple[WeightClient, Any]:
-    """A client that was told to use a version, and its answer: Active or Rejected."""
+def activation(canary: messages.Canary | None = None) -> dict[type, list[messages.LearnerMessage]]:
+    """A learner's answers to each message of a node until the node uses version 7."""
     layout = Layout.of([("a", "float32", (4,))])
     welcome, epoch = messages.Welcome(0, layout, "127.0.0.1:1"), messages.Epoch(5, 1, 2, 9.0)
     publish = messages.Publish(0, 7, 5, layout.digest, 64, [], "", 9.0, canary=canary)
-    answers = {messages.Join: [welcome, epoch, publish], messages.Staged: [messages.Activate(0, 7)]}
+    return {messages.Join: [welcome, epoch, publish], messages.Staged: [messages.Activate(0, 7)]}
+
+
+async def answer_to_an_activation(target: Any, canary: messages.Canary | None = None) -> tuple[WeightClient, Any]:
+    """A client that was told to use a version, and its answer: Active or Rejected."""
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.ROUTER) as router:
         port = router.bind_to_random_port("tcp://127.0.0.1")
         client = WeightClient("node", target)
@@ -123,7 +127,7 @@ async def answer_to_an_activation(target: Any, canary: messages.Canary | None = 
             await until_async(lambda: router.poll(0), "a message of the node")
             identity, data = router.recv_multipart()
             said = messages.decode_from_node(data)
-            for message in answers.get(type(said), ()):
+            for message in activation(canary).get(type(said), ()):
                 router.send_multipart([identity, messages.encode(message)])
         await client.close()
     return client, said
@@ -172,6 +176,41 @@ async def test_a_canary_bounds_the_largest_difference_and_of_rounded_weights_the
         assert said.canary_max_difference == client.state.canary_max_difference == max(map(abs, differs))
     else:
         assert (said.fatal, said.kind) == (True, FailureKind.CANARY)
+
+
+@pytest.mark.parametrize("checksum", ["right", "wrong"])
+async def test_a_flip_that_outlives_its_learner_is_told_as_it_ended(checksum: str) -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(Target):
+        async def flip(self, incarnation: int, version: int, expected: str) -> Flip:
+            begun.set()
+            await go_on.wait()
+            if checksum == "wrong":
+                raise ProofFailed("other weights")
+            return Flip(0.0, expected)
+
+    target = Slow()
+    client = WeightClient("node", target)  # type: ignore[arg-type]
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        client.follow(f"tcp://127.0.0.1:{port}", 0)
+        while not begun.is_set():
+            await until_async(lambda: begun.is_set() or router.poll(0), "a message of the node, or its flip")
+            if router.poll(0):
+                identity, data = router.recv_multipart()
+                for message in activation().get(type(messages.decode_from_node(data)), ()):
+                    router.send_multipart([identity, messages.encode(message)])
+        client.follow(f"tcp://127.0.0.1:{port}", 1)
+        await asyncio.sleep(0)
+        assert client.state.flipping
+        go_on.set()
+        await until_async(lambda: not client.state.flipping, "the end of the flip")
+        await client.close()
+    assert (client.state.version, client.state.excluded) == (
+        (7, None) if checksum == "right" else (-1, "other weights")
+    )
+    assert target.excluded == (client.state.excluded or "")
 
 
 class HungEngine:
