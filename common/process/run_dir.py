@@ -34,8 +34,8 @@ CHANGEABLE = (
     "learner.machines", "learner.machines_wait_s", "learner.interface",
     "rollout.nodes", "rollout.concurrency", "rollout.sample_timeout_s", "rollout.drain_s", "rollout.threads",
     "rollout.engine", "broker", "weights.transport", "weights.overlap", "weights.address", "weights.network",
-    "weights.buffers", "weights.encoding", "weights.timeout_s", "weights.bucket_mib", "telemetry",
-    "evaluation", "watch",
+    "weights.buffers", "weights.encoding", "weights.anchor_every", "weights.timeout_s", "weights.bucket_mib",
+    "weights.canary_every", "weights.canary_tokens", "weights.canary_tolerance", "telemetry", "evaluation", "watch",
 )  # fmt: skip
 # May differ between the machines of a job.
 OF_A_MACHINE = (

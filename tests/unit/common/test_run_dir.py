@@ -62,6 +62,7 @@ def test_a_run_may_be_continued_longer_or_with_more_nodes_but_not_as_a_warm_star
         ("rollout__nodes", 2),
         ("telemetry__refresh_s", 3.0),
         ("weights__network", "trusted"),
+        ("weights__canary_tolerance", 2.0),  # an excluded node is no reason either
         ("learner__memory", {"offload_optimizer": True}),  # out of memory is no reason to begin anew
         ("learner__micro_batch_tokens", 8192),
         ("learner__world_size", 2),  # a GPU fewer or more: a checkpoint loads under every layout
