@@ -69,8 +69,12 @@ other_environments() {
   [ -n "$fast" ] || step "environment with the learner's pins" bash launch/setup.sh learner --cpu
 }
 
+unset PYTHONDONTWRITEBYTECODE  # pytest rewrites every assertion again where it may not keep what it compiled
 behind other_environments
 (step "environment" bash launch/setup.sh cpu) || failed=yes
+if [ -z "$fast$failed$*" ]; then  # once here, beside the other environments, so that not every worker does it
+  step "pytest's compiled tests" bash -c '.venv/bin/python -m pytest --collect-only -qq >/dev/null || true'
+fi
 joined
 [ -n "$fast" ] || step "Chromium" install_chromium
 export SLIPSTREAM_LEARNER_PYTHON="$PWD/.venv-learner-cpu/bin/python"
@@ -78,7 +82,6 @@ export SLIPSTREAM_VERIFIERS_PYTHON="${SLIPSTREAM_VERIFIERS_PYTHON:-$PWD/.venv-ad
 export SLIPSTREAM_OPENENV_PYTHON="${SLIPSTREAM_OPENENV_PYTHON:-$PWD/.venv-adapters/bin/python}"
 export SLIPSTREAM_SINKS_PYTHON="${SLIPSTREAM_SINKS_PYTHON:-$PWD/.venv-adapters/bin/python}"
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
-unset PYTHONDONTWRITEBYTECODE  # pytest rewrites every assertion again where it may not keep what it compiled
 begun=$SECONDS
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .
