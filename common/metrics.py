@@ -266,6 +266,19 @@ PANELS = (
 )  # fmt: skip
 
 
+# 0 on the line of a step that trained no token, where it means nothing
+OF_TRAINED = frozenset((
+    "loss", "grad_norm", "grad_norm_max", "lr", "entropy", "ratio_mean", "ratio_max", "ratio_p1", "ratio_p50",
+    "ratio_p99", "correction_clip_fraction", "correction_masked_fraction", "veto_fraction",
+    "effective_sample_fraction", "objective_clip_fraction", "mismatch_abs_mean", "drift_abs_mean", "kl_mean",
+    "routing_mismatch_fraction", "teacher_kl_mean", "teacher_tail_mean", "batch_kl", "staleness_mean",
+    "staleness_max", "kv_cache_age_mean", "kv_cache_age_max", "update_age_mean", "update_age_max",
+))  # fmt: skip
+# the same of a step whose samples all failed
+OF_EPISODES = frozenset((
+    "reward_mean", "reward_std", "length_mean", "length_max", "turns_mean", "truncated_fraction",
+    "mixed_version_fraction", "teacher_s",
+))  # fmt: skip
 # Each source has these numbers on a step's line.
 SOURCE_FIGURES = ("weight", "groups", "samples", "reward_mean", "success", "truncated_fraction")
 
@@ -300,3 +313,14 @@ def value_of(line: Metrics, name: str) -> float | None:
     if key:
         found = cast("dict[str, object]", found).get(key, UNSET) if isinstance(found, dict) else UNSET
     return math.nan if found is None else float(found) if isinstance(found, int | float) else None
+
+
+def judged(line: Metrics, name: str) -> float | None:
+    """value_of for those who judge it: NaN for every number that was not finite, None also where a 0 means nothing."""
+    if isinstance(line, StepMetrics) and (
+        (name in OF_TRAINED and not line.tokens_trained)
+        or (name in OF_EPISODES and isinstance(line.samples, int) and line.samples == line.samples_failed)
+    ):
+        return None
+    value = value_of(line, name)
+    return math.nan if value is not None and not math.isfinite(value) else value

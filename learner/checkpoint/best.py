@@ -4,7 +4,8 @@ It keeps its own name, step-N, beside the newest ones: a learner that resumes ta
 value of a checkpoint follows from the metrics file alone, so a killed learner decides the same again:
 
 - a metric of steps: its mean over the learner.checkpoint.every steps before the checkpoint. A step sees few prompts, so
-  the best of single steps would be the luckiest. A metric that is declared 'last': its newest value there.
+  the best of single steps would be the luckiest. A metric that is declared 'last': its newest value there. A step
+  that trained nothing has no value of the metrics for which common.metrics.judged gives none.
 - evaluation/DATASET/FIGURE: the result of the evaluation of the checkpoint's own version. It ends later than the
   checkpoint is written, so a checkpoint without its evaluation stays until there is one of a later version.
 """
@@ -18,7 +19,7 @@ from statistics import mean
 import msgspec
 
 from common.config.schema import BaseConfig
-from common.metrics import EvaluationMetrics, Metrics, declarations, value_of
+from common.metrics import EvaluationMetrics, Metrics, declarations, judged
 from common.process.run_dir import write_json
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Best:
         self._values: dict[int, float] = {}  # by step, or by version that was evaluated
 
     def note(self, line: Metrics) -> None:
-        value = value_of(line, self._name)
+        value = judged(line, self._name)
         if value is not None and math.isfinite(value):
             self._values[line.policy_version if isinstance(line, EvaluationMetrics) else line.step] = value
 

@@ -21,15 +21,13 @@ import numpy as np
 from common.config.observing import WatchRule
 from common.config.schema import Config
 from common.json_lines import EventFile
-from common.metrics import EvaluationMetrics, Metrics, StepMetrics, value_of
+from common.metrics import EvaluationMetrics, Metrics, StepMetrics, judged
 from common.process.run_dir import RunDir
 from common.rollouts import Group, Sample
 from common.run_reader import read_tail
 from common.weights.source.publisher import WeightPublisher
-from learner.backend_protocol import NOTHING_TRAINED
 from learner.batch.batch import TRUNCATED, TrainingBatch
 from learner.loop.run_files import RunFiles
-from learner.loop.step_metrics import loss_figures
 
 # ---------------------------------------------------------------- rules as state machines
 # They go over the lines of RUN/metrics.jsonl, with no clock and no files:
@@ -43,7 +41,6 @@ from learner.loop.step_metrics import loss_figures
 
 MEDIAN_OF = 50  # values before the one that is judged
 FEWEST = 10  # values before, without which nothing counts as a spike
-OF_TRAINED = {"loss", "grad_norm", "staleness_mean", *loss_figures(NOTHING_TRAINED)}  # 0 in a step that trains no token
 SHOWN = 5  # groups with the largest contributions, from what the lead rank has of each sample
 # From |advantage|, log-probabilities and staleness of a sample's trained tokens; docs/watch.md says what it means.
 OF_TOKENS: dict[str, Callable[[float, np.ndarray, np.ndarray], float]] = {
@@ -95,7 +92,7 @@ class RuleState:
 
     def see(self, line: Metrics) -> None:
         """Take the next line. It changes nothing where it lacks the metric."""
-        value = judged_value(line, self.rule.metric)
+        value = judged(line, self.rule.metric)
         if value is None:
             return
         value, limit = self._judged(value)
@@ -139,14 +136,6 @@ class RuleState:
         how = "not finite" if found is None or limit is None else f"{found:.6g}, {side} {limit:.6g}{why}"
         text = f"{self.name}: {what} was {how} at step {step}"
         return Firing(rule=self.name, metric=rule.metric, step=step, value=found, limit=limit, do=rule.do, text=text)
-
-
-def judged_value(line: Metrics, metric: str) -> float | None:
-    """The metric in a line; NaN where it was not finite, None where the line lacks it or trained no token of it."""
-    if isinstance(line, StepMetrics) and metric in OF_TRAINED and not line.tokens_trained:
-        return None
-    value = value_of(line, metric)
-    return math.nan if value is not None and not math.isfinite(value) else value
 
 
 def largest(metric: str, batch: TrainingBatch, groups: Sequence[Group]) -> list[dict[str, float]]:

@@ -46,7 +46,7 @@ def evaluating(every: int = 2, **more: Any) -> dict[str, Any]:
 def best_of(config: Any, values: dict[int, float], metric: str = "reward_mean") -> Best:
     best, kind = Best(config), config.step_metrics
     for step, value in values.items():
-        best.note(read_line(step, kind, **{metric: value}))
+        best.note(read_line(step, kind, **{"tokens_trained": 4, metric: value}))
     return best
 
 
@@ -61,6 +61,14 @@ def test_a_metric_of_steps_counts_as_its_mean_over_the_steps_before_the_checkpoi
     best.note(msgspec.structs.replace(read_line(6), reward_mean=float("nan")))
     best.note(read_line(7, reward_mean=None))
     assert best.value(7) == pytest.approx(0.45), "a step without a number counts for nothing"
+
+
+def test_steps_that_trained_nothing_or_had_no_episode_do_not_make_a_checkpoint_the_best() -> None:
+    for metric in ("mismatch_abs_mean", "staleness_max", "reward_mean"):
+        best = Best(config_of(metric))
+        best.note(read_line(0, **{metric: 3}, tokens_trained=4, samples=8, samples_failed=0))
+        best.note(read_line(1, **{metric: 0}, tokens_trained=0, samples=8, samples_failed=8))
+        assert (best.value(2), best.value(3)) == (3.0, None)
 
 
 def test_a_loss_of_held_out_rows_counts_as_its_newest_value() -> None:

@@ -12,12 +12,14 @@ from common.config.loading import build_config
 from common.config.observing import WatchRule
 from common.config.schema import Config
 from common.errors import ConfigError
-from common.metrics import EvaluationMetrics, StepMetrics
+from common.metrics import OF_EPISODES, OF_TRAINED, EvaluationMetrics, StepMetrics, judged, numbers
 from common.rollouts import Group, Sample, VersionRun
 from common.wire_types import Array
+from learner.backend_protocol import NOTHING_TRAINED
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.batch.packing import Document
-from learner.loop.watcher import FEWEST, LIKE, MEDIAN_OF, OF_SAMPLES, OF_TOKENS, RuleState, judged_value, largest
+from learner.loop.step_metrics import loss_figures
+from learner.loop.watcher import FEWEST, LIKE, MEDIAN_OF, OF_SAMPLES, OF_TOKENS, RuleState, largest
 from tests.rigs.processes import ROOT
 from tests.rigs.refusals import refused
 from tests.rigs.telemetry import read_line
@@ -141,18 +143,31 @@ def test_values_are_found_by_name_and_a_step_that_trained_nothing_has_no_figures
     found = line(1, 0.5, environment={"solved": 0.25, "broken": NAN}, entropy=0.0)
     expected = {"reward_mean": 0.5, "environment/solved": 0.25, "environment/lost": None, "kl_mean": None}
     expected |= {"entropy": 0.0, "evaluation/addition-held_out/mean_reward": None}
-    assert {name: judged_value(found, name) for name in expected} == expected
-    assert math.isnan(judged_value(found, "environment/broken") or 0.0)
+    assert {name: judged(found, name) for name in expected} == expected
+    assert math.isnan(judged(found, "environment/broken") or 0.0)
     evaluated = read_line(1, EvaluationMetrics, dataset="addition-held_out", mean_reward=0.75, length_mean=3.0)
     expected = {"evaluation/addition-held_out/mean_reward": 0.75, "evaluation/addition-held_out/pass_at": None}
     expected |= {"length_mean": None, "evaluation/other/mean_reward": None}
-    assert {name: judged_value(evaluated, name) for name in expected} == expected
+    assert {name: judged(evaluated, name) for name in expected} == expected
     nothing = msgspec.structs.replace(found, tokens_trained=0)
-    assert judged_value(nothing, "entropy") is None
-    assert judged_value(nothing, "reward_mean") == 0.5
+    assert judged(nothing, "entropy") is None
+    assert judged(nothing, "reward_mean") == 0.5
     state = RuleState(0, rule("entropy", below=0.1))
     state.see(nothing)
     assert state.firing is None
+
+
+def test_zeros_of_a_step_that_trained_nothing_and_of_one_without_episodes_are_not_judged() -> None:
+    figures = set(loss_figures(NOTHING_TRAINED)) & set(numbers(StepMetrics))
+    updates = {"grad_norm_max", "batch_kl", "update_age_mean", "update_age_max"}
+    assert figures | updates | {"loss", "grad_norm", "lr", "staleness_mean", "staleness_max"} <= OF_TRAINED
+    assert set(StepMetrics.__struct_fields__) >= OF_TRAINED | OF_EPISODES
+    zeros = dict.fromkeys(OF_TRAINED | OF_EPISODES, 0) | {"groups_ready": 0}
+    filtered = read_line(1, **zeros, tokens_trained=0, samples=8, samples_failed=0)
+    assert {name for name in zeros if judged(filtered, name) is not None} == OF_EPISODES | {"groups_ready"}
+    failed = read_line(1, **zeros, tokens_trained=0, samples=8, samples_failed=8)
+    assert {name for name in zeros if judged(failed, name) is not None} == {"groups_ready"}
+    assert judged(read_line(1, reward_mean=0.5), "reward_mean") == 0.5, "a line without the counts of samples"
 
 
 # ---------------------------------------------------------------- contributions
