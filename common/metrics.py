@@ -71,7 +71,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     mismatch_by_age: Annotated[list[float], metric("the same by staleness: 0, 1, 2, 3-4, 5-8, 9 and more", "nat")] = []
     tokens_by_age: Annotated[list[int], metric("trained tokens of those classes of staleness", "tokens", "sum")] = []
     kl_mean: Annotated[OptFloat, metric("divergence from the reference per trained token; 0 if none", "nat")] = UNSET
-    advantage_zero_fraction: Annotated[OptFloat, metric("groups whose rewards were all equal")] = UNSET
+    advantage_zero_fraction: Annotated[OptFloat, metric("groups without signal; docs/algorithms.md")] = UNSET
 
     staleness_mean: Annotated[float, metric("step - version, per trained token", "steps")]
     staleness_max: Annotated[int, metric("largest over trained tokens", "steps", "max")]
@@ -111,7 +111,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_wasted_total: Annotated[int, metric("generated and not trained on; docs/waste.md", "tokens", "last")]
     tokens_wasted_lost: Annotated[OptInt, metric("results after their lease was lost", "tokens", "last")] = UNSET
     tokens_wasted_failed: Annotated[OptInt, metric("failed groups and failed samples", "tokens", "last")] = UNSET
-    tokens_wasted_filtered: Annotated[OptInt, metric("groups whose rewards are all equal", "tokens", "last")] = UNSET
+    tokens_wasted_filtered: Annotated[OptInt, metric("groups without signal", "tokens", "last")] = UNSET
     tokens_wasted_regenerated: Annotated[OptInt, metric("groups that a step gave back", "tokens", "last")] = UNSET
     tokens_wasted_masked: Annotated[OptInt, metric("too old in training, or of cut answers", "tokens", "last")] = UNSET
     tokens_wasted_cancelled: Annotated[OptInt, metric("cancelled groups and requests", "tokens", "last")] = UNSET
@@ -125,7 +125,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     groups_ready: Annotated[int, metric("waiting in the broker after this step's were taken", "groups", "last")]
     groups_leased: Annotated[int, metric("being generated", "groups", "last")]
     nodes_live: Annotated[int, metric("nodes with a recent heartbeat", "nodes", "last")]
-    groups_filtered: Annotated[OptInt, metric("all rewards equal, others taken instead", "groups", "sum")] = UNSET
+    groups_filtered: Annotated[OptInt, metric("without signal, others taken instead", "groups", "sum")] = UNSET
     routing_mismatch_fraction: Annotated[OptFloat, metric("routings that the learner would not choose")] = UNSET
     mixed_version_fraction: Annotated[OptFloat, metric("samples with tokens of more than one version")] = UNSET
     samples_failed_by_reason: Annotated[

@@ -58,7 +58,7 @@ class BatchStatistics:
     """Figures of one step's groups, filtered ones included unless said otherwise; lengths are in sampled tokens."""
 
     groups: int = 0  # trained on
-    groups_without_signal: int = 0  # all rewards equal
+    groups_without_signal: int = 0  # see carries_signal
     samples: int = 0
     samples_failed: int = 0
     failures: tuple[str, ...] = ()  # distinct reasons, at most three
@@ -93,6 +93,7 @@ class TrainingBatch:
     documents: list[Document]  # paths with at least one loss token, in order of serial, sample and path
     statistics: BatchStatistics  # figures of all groups, failed and expired ones included
     updates: int = 0  # made of it; known after training
+    filtered: frozenset[int] = frozenset()  # serials of groups that learner.dynamic_sampling left out
 
 
 def decode(
@@ -204,7 +205,7 @@ def prepare(group: Group, step: int, jobs: Mapping[str, Config], routing: Routin
     """The group's part in a batch of `step`, without advantages. `jobs`: Config.sources; `routing` as in `assemble`."""
     job = jobs[group.source]
     place = {"serial": group.serial, "kl_coefficient": None if "" in jobs else job.learner.loss.kl_coefficient}
-    if job.learner.dynamic_sampling and not carries_signal(group):
+    if job.learner.dynamic_sampling and not carries_signal(group, job):
         return []  # the step trains nothing on it
     samples = [(i, _prepare(s, step, job, routing)) for i, s in enumerate(group.samples) if s.error is None]
     return [(played, [replace(d, sample=i, **place) for d in documents]) for i, (played, documents) in samples]
@@ -220,12 +221,13 @@ def assemble(
     """
     kept: list[Group] = []
     filtered: list[Group] = []
+    jobs = config.sources
+    flat = {group.serial for group in groups if not carries_signal(group, jobs[group.source])}
     for group in sorted(groups, key=lambda g: g.serial):
-        dropped = config.learner.dynamic_sampling and not carries_signal(group)
+        dropped = config.learner.dynamic_sampling and group.serial in flat
         (filtered if dropped else kept).append(group)
     played: list[_Played] = []
     documents: list[Document] = []
-    jobs = config.sources
     prepared = {g.serial: (ahead or {}).get(g.serial) or prepare(g, step, jobs, routing) for g in kept}
     estimates = _advantages(kept, jobs, prepared)
     for group in kept:
@@ -235,8 +237,8 @@ def assemble(
     for group in filtered:  # trains nothing, but tells how the policy does
         whole = (s for s in group.samples if s.error is None)
         played += [_Played(s, sum(int(_sampled(path).sum()) for path in s.paths), 0, 0, 0) for s in whole]
-    figures = replace(_statistics(kept, filtered, played), sources=_sources([*kept, *filtered], jobs))
-    return TrainingBatch(step, documents, figures)
+    figures = replace(_statistics(kept, filtered, played, len(flat)), sources=_sources([*kept, *filtered], jobs))
+    return TrainingBatch(step, documents, figures, filtered=frozenset(group.serial for group in filtered))
 
 
 def _advantages(
@@ -417,7 +419,9 @@ def _taught(path: Sample | Branch, distillation: DistillationConfig | None) -> d
     return found
 
 
-def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequence[_Played]) -> BatchStatistics:
+def _statistics(
+    kept: Sequence[Group], filtered: Sequence[Group], played: Sequence[_Played], without_signal: int
+) -> BatchStatistics:
     failed = [s for group in (*kept, *filtered) for s in group.samples if s.error is not None]
     rewards = np.array([p.sample.reward for p in played], dtype=np.float64)
     lengths = [p.sampled for p in played]
@@ -430,7 +434,7 @@ def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequen
             environment.setdefault(f"{group.source}/{name}" if group.source else name, []).append(value)
     return BatchStatistics(
         groups=len(kept),
-        groups_without_signal=sum(not carries_signal(group) for group in (*kept, *filtered)),
+        groups_without_signal=without_signal,
         samples=len(played) + len(failed),
         samples_failed=len(failed),
         failures=tuple(dict.fromkeys(s.error or s.stop_reason for s in failed))[:3],

@@ -89,8 +89,8 @@ class Gathering:
         self._dead_at_last_take = status.groups_dead
         ready = {stored.serial: self._ahead.get(stored, step) for stored in taken}
         usable, refused = self._usable(found.group for found in ready.values())
-        filters = self._config.learner.dynamic_sampling
-        flat = [group.serial for group in usable if filters and not carries_signal(group)]
+        jobs = self._config.sources if self._config.learner.dynamic_sampling else {}
+        flat = [group.serial for group in usable if jobs and not carries_signal(group, jobs[group.source])]
         if self._config.staleness.expired == "regenerate":
             refused += [n for n, found in ready.items() if any(played.expired for played, _ in found.prepared)]
             all_played = [played for found in ready.values() for played, _ in found.prepared]

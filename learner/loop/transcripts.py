@@ -20,7 +20,6 @@ from common.segments import SEGMENTS, LineThread, SegmentWriter
 from common.transcripts import TokenText, Training, Why, transcript_line
 from learner.backend_protocol import Backend, LossFunction, LossOutput, Microbatch
 from learner.batch.batch import TrainingBatch
-from learner.batch.dynamic_sampling import carries_signal
 from learner.batch.packing import Document
 
 LONGEST_BYTES = 1 << 20  # a longer transcript is cut
@@ -129,12 +128,11 @@ def items(
     for document in batch.documents:
         documents.setdefault(document.origin, []).append(document)
     by_serial = {group.serial: group for group in groups}
-    filters = batch.statistics.groups_filtered > 0
     for where, why in chosen.items():
         serial, index = where
         group = by_serial[serial]
         training = {d.path: _training(d, logprobs.get((*where, d.path))) for d in documents.get(where, ())}
-        step = None if filters and not carries_signal(group) else batch.step
+        step = None if serial in batch.filtered else batch.step
         facts = {"serial": serial, "sample": index, "node_id": nodes.get(serial, ""), "why": why, "step": step}
         facts["source"] = group.source
         yield Item(group.samples[index], training, facts)

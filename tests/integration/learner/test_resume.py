@@ -102,7 +102,8 @@ def test_two_ranks_drain_on_sigterm_and_go_on_where_they_stopped(tmp_path: Path,
 
 def test_two_ranks_killed_with_9_filter_the_same_groups_again(tmp_path: Path, model: Path) -> None:
     job = Job(tmp_path / "job", model, {"world_size": 2, "dynamic_sampling": True})
-    flat = {n for n in range(200) if not carries_signal(recorded_group(n, VOCABULARY, GROUP_SIZE, 0))}
+    config = load_config(job.config, [], Config)
+    flat = {n for n in range(200) if not carries_signal(recorded_group(n, VOCABULARY, GROUP_SIZE, 0), config)}
     expected: list[tuple[int, int, bool]] = []  # (serial, step, filtered), a step being full at GROUPS others
     while not expected or expected[-1][1] < STEPS:
         kept = sum(not filtered for _, _, filtered in expected)

@@ -10,13 +10,19 @@ import pytest
 
 from broker.client.calls import ObserverBroker
 from broker.contract import LedgerEntry
+from common.config.schema import Config
 from common.rollouts import Group, encode_group
 from common.waits import WaitFor, WaitKind
+from learner.batch.batch import assemble
 from learner.batch.dynamic_sampling import carries_signal
+from learner.batch.group_rewards import rewards_of
+from learner.loss.advantages import pass_at_k
+from tests.unit.learner.conftest import BASE
 from tests.unit.learner.loop_fakes import Killed, MakeWorld, make_group
 
 STEPS, SIZE = 6, 2
 ON = {"dynamic_sampling": True}
+JOB = msgspec.convert(BASE, Config)
 
 
 def sampled_tokens(group: Group) -> int:
@@ -40,7 +46,30 @@ def rewarded(*rewards: float | None) -> Group:
 def test_only_samples_that_did_not_fail_give_a_group_its_variance(
     rewards: tuple[float | None, ...], expected: bool
 ) -> None:
-    assert carries_signal(rewarded(*rewards)) is expected
+    assert carries_signal(rewarded(*rewards), JOB) is expected
+
+
+@pytest.mark.parametrize(("k", "success"), [(1, 1.0), (4, 1.0), (4, 0.5), (4, 0.0)])
+@pytest.mark.parametrize("failed", [0, 2])
+def test_with_pass_at_k_a_group_carries_signal_where_the_estimator_gives_advantages(
+    make_config: Callable[..., Config], k: int, success: float, failed: int
+) -> None:
+    loss = {"advantage": "pass_at_k", "advantage_options": {"k": k}}
+    for dynamic in (False, True):
+        config = make_config(
+            tasks={"success": success},
+            rollout={"group_size": 8},
+            learner={"loss": loss, "dynamic_sampling": dynamic},
+        )
+        for right in range(9 - failed):
+            wrong = [0.1 * n for n in range(8 - failed - right)]  # different, and failures all the same
+            group = rewarded(*[1.0] * right, *wrong, *[None] * failed)
+            expected = any(pass_at_k([rewards_of(group, [3] * (8 - failed), success)], k=k)[0])
+            batch = assemble([group], 0, config)
+            assert any(document.advantage for document in batch.documents) is expected
+            found = batch.statistics
+            assert (found.groups_without_signal, found.groups_filtered) == (not expected, dynamic and not expected)
+            assert batch.filtered == ({0} if dynamic and not expected else set())
 
 
 @pytest.mark.parametrize("maximum", [0, 1, 3])
@@ -49,7 +78,7 @@ def test_every_step_is_full_and_every_group_belongs_to_one(make_world: MakeWorld
     world = make_world(run={"steps": STEPS}, learner=ON, staleness={"max": maximum, "expired": expired}, lag=maximum)
     assert world.run() == "done"
     ledger, found = world.broker.ledger(), world.lines()
-    flat = [entry.serial for entry in ledger if not carries_signal(make_group(entry.serial, 0, 2))]
+    flat = [entry.serial for entry in ledger if not carries_signal(make_group(entry.serial, 0, 2), JOB)]
     assert flat, "the fleet's rewards must have something to filter"
     assert [entry.serial for entry in ledger if entry.filtered] == flat
     assert {entry.state for entry in ledger} == {"committed"}
@@ -65,7 +94,7 @@ def test_every_step_is_full_and_every_group_belongs_to_one(make_world: MakeWorld
 
 
 def test_the_weights_are_those_of_a_run_that_never_saw_the_filtered_groups(make_world: MakeWorld) -> None:
-    informative = [n for n in range(200) if carries_signal(make_group(n, 0, 2))]
+    informative = [n for n in range(200) if carries_signal(make_group(n, 0, 2), JOB)]
     sections = {"run": {"steps": STEPS}, "staleness": {"max": STEPS, "expired": "wait"}}
     world = make_world(**sections)
     world.fleet.spoil = lambda group: encode_group(
@@ -150,7 +179,7 @@ def test_solved_tasks_end_a_step_at_its_bound_without_training(make_world: MakeW
 
 def test_a_step_short_of_informative_groups_trains_on_those_it_found(make_world: MakeWorld) -> None:
     world = make_world(run={"steps": 2}, learner=ON, staleness={"max": 0})
-    first = next(n for n in range(200) if carries_signal(make_group(n, 0, 2)))
+    first = next(n for n in range(200) if carries_signal(make_group(n, 0, 2), JOB))
     assert first < 3 * SIZE
     world.fleet.spoil = flat_from(first + 1)
     assert world.run() == "done"
