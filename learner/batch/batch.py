@@ -343,14 +343,8 @@ def _prepare_path(
         cut = int(mask.sum())
         mask[:] = False
     staleness = _staleness(runs, step, mask)
-    cache_age = 0.0
-    cache_age_max = 0
+    cache_age_sum, cache_age_max = cache_age(path, mask, config)
     experts = None
-    if config.weights.kv_cache != "recompute" and len(path.version_runs) > 1 and mask.any():
-        kept = config.weights.kv_cache == "keep_episode"
-        mean, largest = cache_ages(path.token_versions(), sampled, kept=kept)
-        cache_age = float(mean @ mask)
-        cache_age_max = int(largest[mask].max())
     if routing is not None and path.routed_experts is not None:
         experts = path.routed_experts.numpy().astype(routing.dtype)
         experts = experts.reshape(len(tokens), routing.layers, routing.chosen)
@@ -377,10 +371,18 @@ def _prepare_path(
         age=staleness.total,
         age_max=staleness.largest,
         cut=cut,
-        cache_age=cache_age,
+        cache_age=cache_age_sum,
         cache_age_max=cache_age_max,
     )
     return played, document
+
+
+def cache_age(path: Sample | Branch, mask: np.ndarray, config: Config) -> tuple[float, int]:
+    """(sum, largest) of cache_ages over the tokens in the loss, `mask` [T] bool."""
+    if config.weights.kv_cache == "recompute" or len(path.version_runs) < 2 or not mask.any():
+        return 0.0, 0
+    mean, largest = cache_ages(path.token_versions(), _sampled(path), kept=config.weights.kv_cache == "keep_episode")
+    return float(mean @ mask), int(largest[mask].max())
 
 
 class _Staleness(NamedTuple):

@@ -15,14 +15,16 @@ kl_stop ended their batches early.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from common.config.schema import Config
+from common.rollouts import Group
 from learner.backend_protocol import Backend, Microbatch
 from learner.batch.balance import Plan, cost, homes_of_groups
+from learner.batch.batch import cache_age
 from learner.batch.packing import Document, build, plan_for
 
 
@@ -137,6 +139,27 @@ def trained_on(documents: Sequence[Document], parts: Sequence[Sequence[Part]], c
         for part in own:
             first = dict.fromkeys(numbers([part]), part.update) | first
     return [trimmed(documents[n], first[n], config) for n in sorted(first)]
+
+
+def ages_of(documents: Sequence[Document], groups: Sequence[Group], config: Config) -> dict[str, Any]:
+    """The fields of BatchStatistics about ages, over the tokens in the loss of these documents of the groups."""
+    by_serial = {group.serial: group for group in groups}
+    ages: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
+    caches = [(0.0, 0)]
+    for document in documents:
+        assert document.staleness is not None
+        mask = document.loss_mask > 0
+        path = by_serial[document.serial].samples[document.sample].paths[document.path]
+        ages.append(document.staleness[mask].astype(np.int64))
+        caches.append(cache_age(path, mask, config))
+    trained = np.concatenate(ages)
+    count = max(len(trained), 1)
+    return {
+        "staleness_mean": int(trained.sum()) / count,
+        "staleness_max": int(trained.max(initial=0)),
+        "kv_cache_age_mean": sum(total for total, _ in caches) / count,
+        "kv_cache_age_max": max(largest for _, largest in caches),
+    }
 
 
 def _trains(document: Document, update: int, config: Config) -> bool:

@@ -28,7 +28,7 @@ from common.weights.wire.messages import Canary
 from learner.backend_protocol import Backend
 from learner.batch.batch import BadGroup, TrainingBatch, assemble, prepare
 from learner.batch.packing import Document
-from learner.batch.updates import Part, Update, build_updates, numbers, plan_updates, trained_on
+from learner.batch.updates import Part, Update, ages_of, build_updates, numbers, plan_updates, trained_on
 from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop.batch_source import Command, Drain, Fail, Save, Train, Wait
 from learner.loop.evaluation import Evaluations
@@ -214,6 +214,10 @@ class LeadRank(RolloutSource):
             self.files.events.add("profile_nodes_absent", step=step.batch.step, nodes=", ".join(sorted(absent)))
         published = self.publisher.stats()
         self.reporter.update(waste=step.totals.waste())
+        if step.batch.statistics.tokens_unused:
+            documents = self._trained_on(step.batch)
+            figures = replace(step.batch.statistics, **ages_of(documents, self._groups, self.config))
+            step = replace(step, batch=replace(step.batch, documents=documents, statistics=figures))
         self._watch.trained = step.batch, self._groups
         played = step.batch.statistics.sources
         self.tasks.observe(step.batch.step, {name: (own.successes, own.samples) for name, own in played.items()})
@@ -241,10 +245,14 @@ class LeadRank(RolloutSource):
     def _transcribe(self, batch: TrainingBatch, logprobs: Logprobs) -> None:
         if not self._chosen:
             return
-        made = [own[: batch.updates] for own in self._parts]
-        batch = replace(batch, documents=trained_on(batch.documents, made, self.config))
+        batch = replace(batch, documents=self._trained_on(batch))
         for item in items(batch, self._groups, self._nodes, self._chosen, logprobs):
             self._transcripts.put(item)
+
+    def _trained_on(self, batch: TrainingBatch) -> list[Document]:
+        """The documents of a step that is done, with the tokens that its updates had in their loss."""
+        made = [own[: batch.updates] for own in self._parts]
+        return trained_on(batch.documents, made, self.config)
 
     def _hand_over(self, version: int, canary: Canary | None) -> None:
         size = self.publisher.publish(version, self._tensors(), canary, self._adapters())

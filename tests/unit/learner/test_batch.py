@@ -19,6 +19,7 @@ from common.wire_types import Array
 from learner.backend_protocol import RoutingShape
 from learner.batch.batch import BadGroup, assemble, cache_ages, decode, length_deciles, prepare
 from learner.batch.packing import FILLER, build
+from learner.batch.updates import ages_of
 from learner.loop.step_metrics import Totals
 from learner.loss.types import GroupRewards
 from tests.rigs.refusals import refused
@@ -407,9 +408,17 @@ def test_the_age_of_the_kv_cache_is_that_behind_trained_tokens(
     kv_cache: str, mean: float, largest: int, make_config: Callable[..., Config]
 ) -> None:
     config = make_config(weights={"kv_cache": kv_cache}, staleness={"max": 9})
-    figures = assemble([Group(0, [sample(runs=[(1, 5), (2, 7)]), sample(runs=[(3, 7)])])], 7, config).statistics
+    groups = [Group(0, [sample(runs=[(1, 5), (2, 7)]), sample(runs=[(3, 7)])])]
+    batch = assemble(groups, 7, config)
+    figures = batch.statistics
     assert figures.kv_cache_age_mean == pytest.approx(mean)
     assert figures.kv_cache_age_max == largest
+    for documents, share in ((batch.documents, 1.0), (batch.documents[:1], 2.0), (batch.documents[1:], 0.0)):
+        found = ages_of(documents, groups, config)
+        assert found["kv_cache_age_mean"] == pytest.approx(mean * share)
+        assert found["kv_cache_age_max"] == (largest if share else 0)
+        assert (found["staleness_mean"], found["staleness_max"]) == (pytest.approx(share / 3), 2 if share else 0)
+    assert set(ages_of([], groups, config).values()) == {0.0}
 
 
 # ---------------------------------------------------------------- age of the KV cache

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from broker.contract import LedgerEntry
 from common.process.health import LifeSigns
-from common.rollouts import Group, encode_group
+from common.rollouts import Group, VersionRun, encode_group
 from learner.batch.packing import build
 from learner.batch.updates import minibatches
 from learner.loop.updates import with_columns
@@ -137,6 +137,27 @@ def test_a_run_is_the_plain_loop_over_its_groups_updates_and_tokens(
         assert max(line.update_age_max for line in found) == most
     if "kl_stop" in options:
         assert all((line.batch_kl > STOP) == (line.updates < UPDATES) for line in found)
+
+
+@pytest.mark.parametrize("stop", [STOP, None], ids=["kl_stop", "max_updates"])
+def test_a_line_s_staleness_is_that_of_the_tokens_that_an_update_trained_on(
+    make_world: MakeWorld, stop: float | None
+) -> None:
+    """Groups of ages from 0 to 2 in one step."""
+
+    def aged(group: Group) -> bytes:
+        runs = [VersionRun(2, max(0, group.serial // GROUPS - group.serial % 3))]
+        return encode_group(Group(group.serial, [msgspec.structs.replace(s, version_runs=runs) for s in group.samples]))
+
+    staleness = {"max": 2, "max_updates": None if stop else 2 * UPDATES - 1}
+    world = several(make_world, {"kl_stop": stop} if stop else {}, staleness=staleness)
+    world.fleet.spoil = aged
+    assert world.run() == "done"
+    found = world.lines()
+    assert any(line.tokens_unused and line.tokens_trained for line in found)
+    for line in found:
+        ages = np.repeat(np.arange(len(line.tokens_by_age)), line.tokens_by_age)
+        assert (line.staleness_max, line.staleness_mean) == (max(ages), pytest.approx(ages.mean()))
 
 
 def token_counts(serial: int) -> int:
