@@ -21,7 +21,7 @@ import numpy as np
 from broker.client.calls import LearnerBroker
 from common.config.schema import Config
 from common.errors import BrokerError, SlipstreamError, StoreChanged
-from common.evaluation import EvaluationOrder, EvaluationResult, mean_interval, pass_at, pass_ks, succeeds
+from common.evaluation import EvaluationOrder, EvaluationResult, Interval, mean_interval, pass_at, pass_ks, succeeds
 from common.json_lines import LineFile, dataset_rows, lines_of
 from common.metrics import EvaluationMetrics
 from common.rollouts import Task
@@ -233,7 +233,7 @@ def summary(
     if not scored:
         raise ValueError(f"no sample of {dataset} has a score")
     mean, bounds = mean_interval([sum(rewards) / len(rewards) for rewards in scored])
-    passes = {str(k): mean_interval(found) for k in pass_ks(samples) if (found := _passes(scored, k, success))}
+    passes = _passes(results, success)
     started = [result.started_s for result in results if result.started_s]
     ended = [result.started_s + result.seconds for result in results]
     tokens = sum(sum(result.lengths) for result in results)
@@ -261,7 +261,18 @@ def summary(
     )
 
 
-def _passes(scored: list[list[float]], k: int, success: float) -> list[float]:
-    """pass@k of every problem with as many scored samples."""
-    correct = ((len(rewards), sum(succeeds(reward, success) for reward in rewards)) for rewards in scored)
-    return [pass_at(samples, right, k) for samples, right in correct if samples >= k]
+def _passes(results: list[EvaluationResult], success: float) -> dict[str, tuple[float, Interval | None]]:
+    """Mean and interval of pass@k by k, every k over the same problems; a sample that failed does not succeed.
+
+    They are the problems whose samples were all scored. Without any, they are all, and no k exceeds their least number.
+    """
+    counts: list[tuple[int, int]] = []
+    for result in results:
+        good = zip(result.rewards, result.errors, strict=True)
+        right = sum(not error and succeeds(reward, success) for reward, error in good)
+        counts.append((len(result.scored), right))
+    samples = len(results[0].rewards)
+    counts = [(n, right) for n, right in counts if n == samples] or [(n, right) for n, right in counts if n]
+    least = min(n for n, _ in counts)
+    ks = [k for k in pass_ks(samples) if k <= least]
+    return {str(k): mean_interval([pass_at(n, right, k) for n, right in counts]) for k in ks}

@@ -476,11 +476,26 @@ def test_samples_that_no_scorer_could_judge_count_as_failed_and_in_no_mean() -> 
     wrong = played(1, [0.0, 0.0, 1.0, 1.0], ["environment_error", "stop", "stop", "stop"])
     found = summary(EvaluationOrder(2, 0, 1.0), "d", [right, wrong, played(2, [0.0] * 4, unscored)], 0.0)
     assert (found.mean_reward, found.failed, found.problems) == (0.75, 7, 3)
-    assert found.pass_at == {"1": 0.75, "2": pytest.approx((1 + 5 / 6) / 2), "4": 1.0}  # k = 4 of the second alone
+    assert found.pass_at == {"1": 0.5, "2": pytest.approx(5 / 6), "4": 1.0}, "every k of the second alone"
+    found = summary(
+        EvaluationOrder(2, 0, 1.0), "d", [right, played(1, [0.0, 1.0, 1.0, 0.0], unscored[:1] + ["stop"] * 3)], 0.0
+    )
+    assert found.pass_at == {"1": pytest.approx((1 + 2 / 3) / 2), "2": 1.0}, "no problem has all its samples"
     almost = played(0, [0.7 + 0.2 + 0.1, 0.5, 0.4, 0.0], ["stop"] * 4)
     assert summary(EvaluationOrder(2, 0, 1.0), "d", [almost], 0.0).pass_at["1"] == 0.25
     with refused(ValueError, "d"):
         summary(EvaluationOrder(2, 0, 1.0), "d", [played(2, [0.0] * 4, unscored)], 0.0)
+
+
+@pytest.mark.parametrize("success", [0.0, -1.0])
+def test_a_failed_or_lost_sample_never_passes(success: float) -> None:
+    def played(problem: int, rewards: list[float], failed: list[str]) -> EvaluationResult:
+        reasons = [reason or "stop" for reason in failed]
+        return EvaluationResult(problem, rewards, [3] * 2, reasons, failed, "node", 2, 2, 1.0, 1.0)
+
+    results = [played(0, [0.0, 0.0], ["timeout", ""]), played(1, [0.0, 0.0], ["lost", "lost"])]
+    found = summary(EvaluationOrder(2, 0, 1.0), "d", results, 0.0, success=success)
+    assert (found.pass_at, found.failed) == ({"1": 0.25, "2": 0.5}, 3)
 
 
 def test_a_run_without_evaluation_waits_for_none(make_world: MakeWorld) -> None:
