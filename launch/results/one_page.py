@@ -1,11 +1,13 @@
 """The first page of `slipstream report` of one job, as text to paste: did it learn, at what cost, what to change.
 
 A verdict compares the means of the first 5 and the last 10 steps. A difference below two standard errors is noise.
+The best of many windows is high by chance, so a fall from it must be beyond more of them.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -36,17 +38,20 @@ TRUNCATED, EQUAL, EFFECTIVE, EXPIRED, FAILED, CHECKPOINTS = 0.1, 0.5, 0.5, 0.05,
 
 
 def trend(rewards: Sequence[float]) -> str:
-    """short (too few steps), rose, fell (below its first steps, or from its best ten), or flat."""
+    """short (too few steps), rose, fell (below its first steps, or from the best ten before the last), or flat."""
     if len(rewards) < FIRST + LAST:
         return "short"
     first, last = np.array(rewards[:FIRST]), np.array(rewards[-LAST:])
-    best = max((np.array(rewards[at : at + LAST]) for at in range(len(rewards) - LAST + 1)), key=np.mean)
+    before = [np.array(rewards[end - LAST : end]) for end in range(len(rewards) - LAST, LAST - 1, -LAST)]
+    best = max(before, key=np.mean, default=last)
 
-    def beyond(a: np.ndarray, b: np.ndarray) -> bool:
-        return bool(b.mean() - a.mean() > ERRORS * math.sqrt(a.var(ddof=1) / len(a) + b.var(ddof=1) / len(b)))
+    def beyond(a: np.ndarray, b: np.ndarray, errors: float = ERRORS) -> bool:
+        return bool(b.mean() - a.mean() > errors * math.sqrt(a.var(ddof=1) / len(a) + b.var(ddof=1) / len(b)))
 
-    gained = best.mean() - first.mean()
-    if beyond(last, first) or (beyond(last, best) and beyond(first, best) and best.mean() - last.mean() > gained / 2):
+    # Bonferroni: all windows together exceed it by chance as rarely as one exceeds ERRORS.
+    errors = -NormalDist().inv_cdf(NormalDist().cdf(-ERRORS) / max(1, len(before)))
+    risen_and_fallen = beyond(first, best, errors) and beyond(last, best, errors)
+    if beyond(last, first) or (risen_and_fallen and best.mean() - last.mean() > (best.mean() - first.mean()) / 2):
         return "fell"
     return "rose" if beyond(first, last) else "flat"
 

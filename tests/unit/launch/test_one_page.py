@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from common.metrics import StepMetrics
@@ -46,6 +47,14 @@ def written(run, **figures: Any) -> MetricsTail[StepMetrics]:
 )
 def test_a_verdict_is_about_more_than_noise(rewards: list[float], found: str) -> None:
     assert trend(rewards) == found
+
+
+@pytest.mark.parametrize("steps", [15, 20, 29, 100, 1000])
+def test_pure_noise_seldom_falls_and_a_real_fall_is_found_in_it(steps: int) -> None:
+    noise = np.random.default_rng(steps).normal(size=(400, steps))
+    assert sum(trend(list(run)) == "fell" for run in noise) <= 0.06 * len(noise)
+    peak = np.sin(np.linspace(0, np.pi, steps))  # it ends where it began
+    assert steps < 50 or sum(trend(list(run)) == "fell" for run in 3 * peak + noise) >= 0.95 * len(noise)
 
 
 def test_the_page_has_every_line_of_a_run_and_fits_a_chat(run, config) -> None:
