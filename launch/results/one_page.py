@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from common.config.loss import OVER_THE_BATCH, is_plugin
 from common.config.schema import Config
 from common.metrics import OptFloat, StepMetrics
 from common.run_reader import LATEST, MetricsTail
@@ -160,7 +161,9 @@ def changes(tail: Steps, config: Config) -> list[str]:
     failed, samples = (sum(tail.series(metric)) for metric in (lambda x: x.samples_failed, lambda x: x.samples))
     saving = shares(tail).get("checkpoints", 0.0)
     stale, learner, longest = config.staleness.max, config.learner, config.rollout.max_tokens
+    estimators = {job.learner.loss.advantage for job in config.sources.values()}
     compared = learner.value_model is None and not newest(lambda line: line.teacher_s)
+    compared &= not any(name in OVER_THE_BATCH or is_plugin(name) for name in estimators)  # equal groups may teach
     compared &= way == "rose" or not learner.dynamic_sampling
     other = "tasks.dataset: harder problems" if way == "rose" else "learner.dynamic_sampling: true, or easier problems"
     rules = [

@@ -128,3 +128,14 @@ def test_lines_without_times_have_no_bar(run) -> None:
 def test_groups_with_equal_rewards_teach_what_a_teacher_says(run, config) -> None:
     tail = written(run, advantage_zero_fraction=0.75, teacher_s=0.5)
     assert not any("equal rewards" in each for each in changes(tail, config))
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_pp", "gdpo", "my.module:estimator"])
+@pytest.mark.parametrize("rewards", [RISE, NOISE])
+def test_groups_with_equal_rewards_may_teach_where_they_are_compared_over_the_batch(
+    run, config, estimator: str, rewards: list[float]
+) -> None:
+    loss = msgspec.structs.replace(config.learner.loss, advantage=estimator)
+    config = msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, loss=loss))
+    tail = written(run, advantage_zero_fraction=1.0, reward_mean=rewards)
+    assert not any("equal rewards" in each for each in changes(tail, config))
