@@ -146,8 +146,10 @@ def wasted(summary: Mapping[str, Mapping[str, Any]], tail: Steps) -> Iterator[st
         yield ", ".join(f"{count:,.0f} {what}" for what, count in counts.items() if count)
     if lost := given_up(summary["run"].get("tasks_given_up", 0)):
         yield lost
-    nodes, seconds = tail.mean(lambda line: line.nodes_live), summary["run"]["seconds"]
-    if nodes and seconds and (idle := by_reason.get("seconds_waiting", 0) / nodes / seconds) >= 0.01:
+    nodes, first, last = tail.mean(lambda line: line.nodes_live), tail.lines[0], tail.lines[-1]
+    seconds = last.time_s - first.time_s  # the total began with the store, before the first line
+    waited = (last.seconds_wasted_waiting or 0.0) - (first.seconds_wasted_waiting or 0.0)
+    if nodes and seconds > 0 and (idle := waited / nodes / seconds) >= 0.01:
         yield f"nodes had no work {min(1.0, idle):.0%} of their time"
 
 

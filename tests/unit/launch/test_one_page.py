@@ -77,6 +77,18 @@ def test_the_page_has_every_line_of_a_run_and_fits_a_chat(run, config) -> None:
     assert len(rows) <= 16 and all(len(each) <= 130 for _, each in rows)
 
 
+@pytest.mark.parametrize(("start", "per_step", "found"), [(500.0, 0.0, []), (0.0, 1.0, ["50%"]), (500.0, 1.0, ["50%"])])
+def test_nodes_without_work_are_counted_between_the_first_and_the_last_line(
+    run, config, start: float, per_step: float, found: list[str]
+) -> None:
+    waited = [start + per_step * step for step in range(STEPS)]
+    tail = written(run, seconds_wasted_waiting=waited, nodes_live=2, time_s=[float(step) for step in range(STEPS)])
+    said = [text for _, text in page_rows(summarise(run, tail, config), tail, config)]
+    assert [each for each in said if "no work" in each] == [
+        f"nodes had no work {share} of their time" for share in found
+    ]
+
+
 def test_evaluations_are_a_curve_with_the_newest_interval(run, config) -> None:
     tail = written(run)
     known = {"kind": "evaluation", "time_s": 1.0, "dataset": "held.jsonl", "problems": 64, "samples": 1, "failed": 0}
