@@ -22,6 +22,8 @@ from common.run_reader import read_tail
 LAST_STEPS = 10
 VALIDATION = "validation_loss"
 EVALUATION = "evaluation/"
+# The least value of these is the best by default.
+LOWER = ("loss", VALIDATION, "value_loss", "kl_mean", "teacher_kl_mean", "batch_kl")
 State = Literal["finished", "failed", "unfinished", "not_started"]
 # docs/sweep.md has their meanings.
 Verdict = Literal["clear", "one_seed", "within_spread", "tie", "alone", "no_values"]
@@ -75,7 +77,7 @@ def parse_rule(word: str | None, config: BaseConfig) -> Rule:
     if metric not in known and not metric.startswith("environment/"):
         hint = meant(metric, known, "docs/metrics.md lists them")
         raise ConfigError("slipstream sweep", "--winner", "METRIC[:max|min][:last N]", repr(text), hint)
-    least = (better or ("min" if metric in ("loss", VALIDATION) else "max")) == "min"
+    least = (better or ("min" if metric in LOWER else "max")) == "min"
     usual = 0 if metric == VALIDATION or metric.startswith(EVALUATION) else LAST_STEPS
     return Rule(metric, "min" if least else "max", int(last or usual))
 

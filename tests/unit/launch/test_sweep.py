@@ -12,6 +12,7 @@ import pytest
 from common.config.loading import build_config, values_of
 from common.config.schema import BaseConfig, SftConfig
 from common.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, ConfigError
+from common.metrics import SftMetrics, StepMetrics, numbers
 from common.process.lock_file import only_one
 from common.process.run_dir import RunDir
 from common.security.credentials import KeyFolder
@@ -19,7 +20,7 @@ from launch.cli import main
 from launch.keys import make
 from launch.sweep import sweep
 from launch.sweep.arms import Planned, combined, name_of, plan
-from launch.sweep.winner import Arm, Rule, Score, decide, parse_rule, value_by
+from launch.sweep.winner import LOWER, Arm, Rule, Score, decide, parse_rule, value_by
 from learner.loop.run_files import write_record
 from tests.rigs.configs import config_of, document_of, job_of, refusal, write_job
 
@@ -156,6 +157,16 @@ def warm_config(folder: Path, **sections: Any) -> BaseConfig:
 )
 def test_a_rule_names_a_metric_a_side_and_how_many_steps(tmp_path: Path, word: str | None, rule: Rule) -> None:
     assert parse_rule(word, job_of(tmp_path, **EVALUATED)) == rule
+
+
+@pytest.mark.parametrize("metric", ["value_loss", "kl_mean", "teacher_kl_mean", "batch_kl"])
+def test_of_losses_and_divergences_the_least_is_best(tmp_path: Path, metric: str) -> None:
+    assert parse_rule(metric, job_of(tmp_path)) == Rule(metric, "min", 10)
+
+
+def test_every_loss_and_divergence_is_one_of_which_the_least_is_best() -> None:
+    known = [name for kind in (StepMetrics, SftMetrics) for name in numbers(kind)]
+    assert {name for name in known if name.endswith("loss") or "kl" in name.split("_")} == set(LOWER)
 
 
 def test_without_evaluations_reward_and_loss_decide(tmp_path: Path) -> None:
