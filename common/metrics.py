@@ -106,7 +106,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     )
     generation_stall_s: Annotated[float, metric("nodes' generation paused for flips during this step", "s", "sum")]
 
-    tokens_generated_total: Annotated[int, metric("by all nodes since the broker started", "tokens", "last")]
+    tokens_generated_total: Annotated[int, metric("by all nodes since the broker's store was made", "tokens", "last")]
     tokens_trained_total: Annotated[int, metric("in the loss since step 0", "tokens", "last")]
     tokens_wasted_total: Annotated[int, metric("generated and not trained on; docs/waste.md", "tokens", "last")]
     tokens_wasted_lost: Annotated[OptInt, metric("results after their lease was lost", "tokens", "last")] = UNSET
