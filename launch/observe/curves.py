@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from common.metrics import PANELS, Metrics
+from common.metrics import PANELS, Metrics, StepMetrics, declarations
 
 BUCKETS = 1024  # At most; when a run has more steps, two of them become one.
 X_AXES = ("time_s", "tokens_trained_total")  # The page may draw metrics over these, too.
@@ -14,6 +14,7 @@ X_AXES = ("time_s", "tokens_trained_total")  # The page may draw metrics over th
 LIVE = tuple(
     dict.fromkeys([*X_AXES, *(name for panel in PANELS if panel.live for name in (*panel.lines, panel.band) if name)])
 )
+LARGEST = {metric.name for metric in declarations(StepMetrics) if metric.reduction == "max"}
 FOLDS = ((np.minimum, np.inf), (np.maximum, -np.inf), (np.add, 0.0), (np.add, 0.0))  # least, largest, sum, count
 Array = npt.NDArray[np.float64]
 
@@ -50,8 +51,11 @@ class Curves:
         self.last = max(self.last, int(steps.max()))
 
     def since(self, first: int) -> dict[str, Any]:
-        """The buckets from `first` on: per metric a list of means, and where a bucket is of several steps its range."""
-        found = {"mean": self.means()[first:]}
+        """The buckets from `first` on: per metric a list of means, and where a bucket is of several steps its range.
+
+        The mean of a maximum is its largest value.
+        """
+        found = {"mean": self.reduced()[first:]}
         if self.width > 1:  # infinite in an empty bucket, which JSON has as null
             found |= {"least": self._folded[0][first : self.used], "most": self._folded[1][first : self.used]}
         columns = {kind: dict(zip(self.names, values.T.tolist(), strict=True)) for kind, values in found.items()}
@@ -65,6 +69,10 @@ class Curves:
     def largest(self) -> Array:
         """[buckets, metrics], NaN where no step has the metric."""
         return np.where(self.counts() > 0, self._folded[1][: self.used], np.nan)
+
+    def reduced(self) -> Array:
+        """[buckets, metrics]: the mean, or of a maximum the largest; NaN where no step has the metric."""
+        return np.where([name in LARGEST for name in self.names], self.largest(), self.means())
 
     def sums(self) -> Array:
         return self._folded[2][: self.used]

@@ -11,14 +11,13 @@ import msgspec
 import numpy as np
 
 from common.config.schema import BaseConfig, SftConfig
-from common.metrics import DERIVED, PANELS, EvaluationMetrics, SftMetrics, StepMetrics, declarations
+from common.metrics import DERIVED, PANELS, EvaluationMetrics, SftMetrics, StepMetrics
 from common.run_reader import MetricsTail, known
 from launch.observe.curves import Array, Curves, columns
 
 AXES = {"steps": "optimizer steps", "samples": "samples", "tokens": "trained tokens", "seconds": "seconds of training"}
 POINTS = 512  # most points of a curve; more steps become means of as many successive ones
 TIMES = ("step_s", "learner_idle_s", "train_s", "publish_s", *DERIVED)
-LARGEST = {metric.name for metric in declarations(StepMetrics) if metric.reduction == "max"}
 OWN = "environment/"  # before the names of an environment's own numbers
 Curve = tuple[Array, Array, Array, Array]  # x, mean, least and largest
 
@@ -66,9 +65,7 @@ class Compared:
 
         drawn = Curves(names, points)
         drawn.fold(steps - steps.min(), np.stack([*drawn_columns(lines, names, totals["step_s"]).values()], axis=1))
-        largest = [name in LARGEST for name in names]
-        values = np.where(largest, drawn.largest(), drawn.means())[there]
-        metrics = dict(zip(names, values.T, strict=True))
+        metrics = dict(zip(names, drawn.reduced()[there].T, strict=True))
         complete = [line for line in tail.evaluations if line.dataset and not np.isnan(line.mean_reward)]
         return cls(label, config, {**axes, **metrics}, complete, drawn.width)
 

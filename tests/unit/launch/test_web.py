@@ -448,6 +448,12 @@ def test_curves_keep_least_mean_and_largest_in_a_bounded_number_of_buckets():
     assert b"null" in msgspec.json.encode(found)
 
 
+def test_a_curve_of_a_maximum_keeps_the_largest_of_the_steps_of_a_bucket():
+    values = [float(step % 4) for step in range(2 * BUCKETS)]
+    thinned, mean = (curves_of(values, name).since(0)["mean"][name] for name in ("staleness_max", "staleness_mean"))
+    assert thinned == [1.0, 3.0] * (BUCKETS // 2) and mean == [0.5, 2.5] * (BUCKETS // 2)
+
+
 @pytest.mark.slow
 def test_curves_are_the_same_however_the_steps_arrive():
     values = list(np.random.default_rng(0).normal(size=3000))
