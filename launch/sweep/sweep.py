@@ -33,6 +33,7 @@ POLL_S = 0.2
 VERDICTS = {
     "clear": "winner: {best}; each of its seeds is better than every seed of the other arms",
     "one_seed": "winner: {best}; it or the next arm has one seed, so the spread is unknown",
+    "incomplete": "no clear winner: {best} is ahead, but not all of its seeds have a value",
     "within_spread": "no clear winner: {best} has the best mean, but its seeds overlap with those of another arm",
     "tie": "no winner: the means of {best} are equal",
     "alone": "no winner: only {best} has a value",
@@ -174,7 +175,8 @@ def sentences(arms: Sequence[Arm], rule: Rule, decision: Decision) -> list[str]:
     lines = [f"{rule.metric} ({rule.better}): {of_a_run} of each finished run, and its mean over the seeds of an arm"]
     for arm in arms:
         mean, least, largest = map(format_figure, (arm.mean, arm.least, arm.largest))
-        lines.append(f"  {arm.name}: {mean} ({least} to {largest}; seeds: {len(arm.runs)})")
+        known = sum(run.value is not None for run in arm.runs)
+        lines.append(f"  {arm.name}: {mean} ({least} to {largest}; {known} of {len(arm.runs)} seeds)")
         lines += [
             f"    {run.name} has no value: {run.state.replace('_', ' ')}" for run in arm.runs if run.value is None
         ]

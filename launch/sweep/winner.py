@@ -1,7 +1,8 @@
 """The winner of a sweep: a number for each finished run, its mean over the seeds of an arm, and a verdict.
 
 The number is the mean of a metric over the last steps of a run, or the best value of its held-out evaluations. A winner
-is clear only if the worst of its seeds is better than the best seed of every other arm.
+is clear only if the worst of its seeds is better than the best seed of every other arm. An arm that lacks the value of
+a seed is no clear winner, because that seed may be its worst one.
 """
 
 import math
@@ -26,7 +27,7 @@ EVALUATION = "evaluation/"
 LOWER = ("loss", VALIDATION, "value_loss", "kl_mean", "teacher_kl_mean", "batch_kl")
 State = Literal["finished", "failed", "unfinished", "not_started"]
 # docs/sweep.md has their meanings.
-Verdict = Literal["clear", "one_seed", "within_spread", "tie", "alone", "no_values"]
+Verdict = Literal["clear", "one_seed", "incomplete", "within_spread", "tie", "alone", "no_values"]
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -115,4 +116,8 @@ def decide(arms: Sequence[Arm], rule: Rule) -> Decision:
     if min(seeds[first]) <= max(max(seeds[name]) for name in others):
         return Decision("within_spread", None, best)
     single = min(len(seeds[first]), len(seeds[others[0]])) == 1
-    return Decision("one_seed" if single else "clear", first, best)
+    if single:
+        return Decision("one_seed", first, best)
+    if any(run.value is None for arm in arms if arm.name == first for run in arm.runs):
+        return Decision("incomplete", None, best)
+    return Decision("clear", first, best)

@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -20,7 +20,7 @@ from launch.cli import main
 from launch.keys import make
 from launch.sweep import sweep
 from launch.sweep.arms import Planned, combined, name_of, plan
-from launch.sweep.winner import LOWER, Arm, Rule, Score, decide, parse_rule, value_by
+from launch.sweep.winner import LOWER, Arm, Rule, Score, Verdict, decide, parse_rule, value_by
 from learner.loop.run_files import write_record
 from tests.rigs.configs import config_of, document_of, job_of, refusal, write_job
 
@@ -236,6 +236,11 @@ def arms_of(**values: Sequence[float | None]) -> list[Arm]:
         ("min", {"a": [1.0, 4.5], "b": [4.0, 5.0]}, "within_spread", None, ["a"]),
         ("max", {"a": [1.0], "b": [2.0]}, "one_seed", "b", ["b"]),
         ("max", {"a": [1.0, 1.1], "b": [2.0, None]}, "one_seed", "b", ["b"]),
+        # a seed that failed might have been the worst one
+        ("max", {"a": [0.90, 0.91, None], "b": [0.80, 0.81, 0.82]}, "incomplete", None, ["a"]),
+        ("min", {"a": [0.90, 0.91, 0.92], "b": [0.80, None, 0.82]}, "incomplete", None, ["b"]),
+        ("max", {"a": [0.90, 0.91, 0.92], "b": [0.80, None, 0.82]}, "clear", "a", ["a"]),
+        ("max", {"a": [0.90, 0.81, None], "b": [0.80, 0.82, 0.81]}, "within_spread", None, ["a"]),
         ("max", {"a": [1.0, 3.0], "b": [3.0, 1.0], "c": [0.0, 0.0]}, "tie", None, ["a", "b"]),
         ("max", {"a": [0.1, 0.2, 0.3], "b": [0.3, 0.1, 0.2]}, "tie", None, ["a", "b"]),
         ("max", {"a": [1.0, 2.0], "b": [None, None]}, "alone", None, ["a"]),
@@ -248,6 +253,10 @@ def test_a_winner_is_clear_only_beyond_the_spread_of_seeds(
 ) -> None:
     found = decide(arms_of(**arms), Rule("reward_mean", better, 10))
     assert (found.verdict, found.winner, found.best) == (verdict, winner, best)
+
+
+def test_every_verdict_has_a_sentence() -> None:
+    assert set(sweep.VERDICTS) == set(get_args(Verdict))
 
 
 def test_the_figures_of_an_arm_are_those_of_the_seeds_that_have_a_value() -> None:
@@ -350,7 +359,8 @@ def test_the_sentences_name_the_rule_the_arms_and_the_runs_without_a_value(
     assert f"run 1 of 4, group_size=4,seed=0: starts in {folder}/group_size=4,seed=0" in said
     assert "said by the job" in said
     told = said[said.index("reward_mean (max)") :].splitlines()
-    assert told[1] == "  group_size=4: 0.400 (0.400 to 0.400; seeds: 2)"
+    assert told[1] == "  group_size=4: 0.400 (0.400 to 0.400; 2 of 2 seeds)"
+    assert told[2].endswith("0 of 2 seeds)")
     assert told[3:5] == [f"    group_size=8,seed={seed} has no value: failed" for seed in (0, 1)]
     assert told[5] == "no winner: only group_size=4 has a value"
 
