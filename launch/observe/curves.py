@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from common.metrics import PANELS, Metrics, StepMetrics, declarations
+from common.metrics import PANELS, Metrics, StepMetrics, declarations, judged
 
 BUCKETS = 1024  # At most; when a run has more steps, two of them become one.
 X_AXES = ("time_s", "tokens_trained_total")  # The page may draw metrics over these, too.
@@ -33,8 +33,8 @@ class Curves:
         self._folded: list[Array] = [np.full((most, len(self.names)), empty) for _, empty in FOLDS]
 
     def add(self, lines: Iterable[Metrics]) -> None:
-        """Add steps; a value that is no finite number is passed over."""
-        found = [(line.step, *(number(getattr(line, name)) for name in self.names)) for line in lines]
+        """Add steps; a value that is no finite number, or that means nothing in its step, is passed over."""
+        found = [(line.step, *(number(line, name) for name in self.names)) for line in lines]
         if found:
             values = np.array(found)
             self.fold(values[:, 0].astype(np.int64), values[:, 1:])
@@ -89,20 +89,15 @@ class Curves:
         self.generation += 1
 
 
-def number(value: object) -> float:
-    """NaN of what is no number."""
+def number(line: Metrics, name: str) -> float:
+    """NaN where the line has no number, or one that means nothing: the loss of a step that trained no token is 0."""
     try:
-        return float(value) if isinstance(value, int | float) else np.nan
+        found = judged(line, name)
     except OverflowError:
         return np.nan
+    return np.nan if found is None else found
 
 
 def columns(lines: Sequence[Metrics], names: Iterable[str]) -> dict[str, Array]:
-    """[lines] of each metric, NaN where a line has no number."""
-
-    def column(name: str) -> Array:
-        field, _, key = name.partition("/")  # key: of the environment's numbers
-        found = (getattr(line, field, None) for line in lines)
-        return np.array([number(one.get(key) if isinstance(one, dict) else one) for one in found], dtype=np.float64)
-
-    return {name: column(name) for name in names}
+    """[lines] of each metric, NaN as `number` has it."""
+    return {name: np.array([number(line, name) for line in lines], dtype=np.float64) for name in names}

@@ -14,8 +14,8 @@ import numpy as np
 
 from common.config.loss import OVER_THE_BATCH, is_plugin
 from common.config.schema import Config
-from common.metrics import OptFloat, StepMetrics
-from common.run_reader import LATEST, MetricsTail
+from common.metrics import OptFloat, StepMetrics, judged
+from common.run_reader import LATEST, MetricsTail, known, mean
 from common.waste import WASTE_REASONS
 from launch.observe.advisor import advice_for
 from launch.observe.job_view import duration, sparkline
@@ -36,6 +36,16 @@ PARTS: dict[str, tuple[str, Callable[[StepMetrics], OptFloat]]] = {
 OTHER = "·"
 # Shares above which, and for the effective sample size below which, a key is named.
 TRUNCATED, EQUAL, EFFECTIVE, EXPIRED, FAILED, CHECKPOINTS = 0.1, 0.5, 0.5, 0.05, 0.05, 0.1
+
+
+def series(tail: Steps, name: str) -> list[float]:
+    """The values of a metric over the steps in which it means something: a step that trained nothing has no ratios."""
+    return known(judged(line, name) for line in tail.lines)
+
+
+def rewards_of(tail: Steps) -> list[float]:
+    """Mean rewards of the steps that have one; if the samples of all steps failed, those zeros."""
+    return series(tail, "reward_mean") or tail.series(lambda line: line.reward_mean)
 
 
 def trend(rewards: Sequence[float]) -> str:
@@ -59,7 +69,7 @@ def trend(rewards: Sequence[float]) -> str:
 
 def page_rows(summary: Mapping[str, Mapping[str, Any]], tail: Steps, config: Config | None) -> Rows:
     """(label, text) of each line; `summary` is launch.results.report.summarise of the same steps."""
-    rewards = tail.series(lambda line: line.reward_mean)
+    rewards = rewards_of(tail)
     rows = [("verdict", verdict(summary, tail, config))]
     rows.append(("reward", f"{min(rewards):.3f} {sparkline(rewards, WIDTH)} {max(rewards):.3f} in a step"))
     rows += held_out(summary, tail)
@@ -78,7 +88,7 @@ def text_of(name: str, rows: Rows) -> str:
 
 def verdict(summary: Mapping[str, Mapping[str, Any]], tail: Steps, config: Config | None) -> str:
     first, last = summary["reward"]["first_5_steps"], summary["reward"]["last_10_steps"]
-    rewards = tail.series(lambda line: line.reward_mean)
+    rewards = rewards_of(tail)
     sentence = {
         "short": f"too few steps to tell: reward {first:.3f} (first 5 steps), {last:.3f} (last 10)",
         "rose": f"it learned: reward {first:.3f} (first 5 steps) to {last:.3f} (last 10)",
@@ -156,9 +166,9 @@ def wasted(summary: Mapping[str, Mapping[str, Any]], tail: Steps) -> Iterator[st
 def changes(tail: Steps, config: Config) -> list[str]:
     """'KEY: what to do; EVIDENCE' by the newest steps, and the advisor's line on nodes and window."""
     newest, last = partial(tail.mean, steps=LATEST), tail.lines
-    way = trend(tail.series(lambda line: line.reward_mean))
-    cut, equal = (newest(x) or 0.0 for x in (lambda x: x.truncated_fraction, lambda x: x.advantage_zero_fraction))
-    effective = newest(lambda line: line.effective_sample_fraction)
+    way = trend(rewards_of(tail))
+    cut, effective = (mean(series(tail, x)[LATEST]) for x in ("truncated_fraction", "effective_sample_fraction"))
+    cut, equal = cut or 0.0, newest(lambda line: line.advantage_zero_fraction) or 0.0
     expired, trained = (sum(getattr(line, f"tokens_{kind}") for line in last) for kind in ("expired", "trained"))
     failed, samples = (sum(tail.series(metric)) for metric in (lambda x: x.samples_failed, lambda x: x.samples))
     saving = shares(tail).get("checkpoints", 0.0)

@@ -23,13 +23,13 @@ from common.errors import SlipstreamError, UsageError
 from common.metrics import AGE_NAMES, OptFloat, SftMetrics, StepMetrics
 from common.process.install import advice
 from common.process.run_dir import RunDir, differences, unwritable, write_json
-from common.run_reader import LATEST, MetricsTail, ends, known, read_tail
+from common.run_reader import LATEST, MetricsTail, ends, known, mean, read_tail
 from common.waste import WASTE_REASONS
 from launch.observe.advisor import advice_for
 from launch.observe.observation import dead_tasks, summed
 from launch.resolve_target import any_config_of, find_run
 from launch.results.comparison import Compared, grouped
-from launch.results.one_page import page_rows, text_of
+from launch.results.one_page import page_rows, rewards_of, series, text_of
 
 STEP_TIMES: dict[str, Callable[[StepMetrics], OptFloat]] = {
     "step": lambda line: line.step_s,
@@ -38,16 +38,10 @@ STEP_TIMES: dict[str, Callable[[StepMetrics], OptFloat]] = {
     "publish": lambda line: line.publish_s,
     "generation_stall": lambda line: line.generation_stall_s,
 }
-OFF_POLICY: dict[str, Callable[[StepMetrics], OptFloat]] = {
-    "ratio_p1": lambda line: line.ratio_p1,
-    "ratio_p99": lambda line: line.ratio_p99,
-    "effective_sample_fraction": lambda line: line.effective_sample_fraction,
-    "correction_clip_fraction": lambda line: line.correction_clip_fraction,
-    "correction_masked_fraction": lambda line: line.correction_masked_fraction,
-    "veto_fraction": lambda line: line.veto_fraction,
-    "objective_clip_fraction": lambda line: line.objective_clip_fraction,
-    "mismatch_abs_mean": lambda line: line.mismatch_abs_mean,
-}
+OFF_POLICY = (
+    "ratio_p1", "ratio_p99", "effective_sample_fraction", "correction_clip_fraction", "correction_masked_fraction",
+    "veto_fraction", "objective_clip_fraction", "mismatch_abs_mean",
+)  # fmt: skip
 Figures = dict[str, dict[str, Any]]  # section of the table: name: number
 Named = tuple[str, RunDir, BaseConfig | None]  # a run, as it was named, too
 
@@ -173,7 +167,7 @@ def summary_rows(summaries: Mapping[str, Figures]) -> list[list[str]]:
 def summarise(run: RunDir, tail: MetricsTail[StepMetrics], config: Config | None) -> Figures:
     lines = tail.lines
     last = tail.lines[-1]
-    rewards = tail.series(lambda line: line.reward_mean)
+    rewards = rewards_of(tail)
     if not rewards:
         raise SlipstreamError(f"{run.metrics} is not that of an RL job: no line has a reward_mean")
     times = tail.series(lambda line: line.time_s)
@@ -197,7 +191,7 @@ def summarise(run: RunDir, tail: MetricsTail[StepMetrics], config: Config | None
         "reward": {**ends(rewards), "best_step": max(rewards), "steps_to_0.9": first_above(rewards, 0.9)},
         "staleness": {
             "allowed": config.staleness.max if config else None,
-            "mean": tail.mean(lambda line: line.staleness_mean),
+            "mean": mean(series(tail, "staleness_mean")),
             "max": max(line.staleness_max for line in lines),
             "tokens_expired": float(sum(line.tokens_expired for line in lines)),
         },
@@ -213,9 +207,9 @@ def summarise(run: RunDir, tail: MetricsTail[StepMetrics], config: Config | None
         "failed_samples": summed(line.samples_failed_by_reason for line in lines),
         "off_policy": {
             "ratio_max": max(tail.series(lambda line: line.ratio_max), default=None),
-            **{name: tail.mean(metric) for name, metric in OFF_POLICY.items()},
-            "entropy_last_10": tail.mean(lambda line: line.entropy, LATEST),
-            "kl_last_10": tail.mean(lambda line: line.kl_mean, LATEST),
+            **{name: mean(series(tail, name)) for name in OFF_POLICY},
+            "entropy_last_10": mean(series(tail, "entropy")[LATEST]),
+            "kl_last_10": mean(series(tail, "kl_mean")[LATEST]),
         },
     }
     if by_age := mismatch_by_age(lines):

@@ -133,6 +133,28 @@ def test_a_rule_names_its_key_and_its_evidence(run, config, figures: dict[str, A
     assert [each for each in said if each.startswith(key)] and any(evidence in each for each in said)
 
 
+def test_zeros_of_steps_that_trained_nothing_are_in_no_mean_and_advise_nothing(run, config) -> None:
+    ratios = ("effective_sample_fraction", "ratio_p1", "entropy", "kl_mean", "staleness_mean", "mismatch_abs_mean")
+    some = [step % 4 == 0 for step in range(STEPS)]
+    zeros = {name: [0.98 * each for each in some] for name in ratios}
+    failed = {"samples": 64, "samples_failed": [0 if each else 64 for each in some]}
+    cut = {"reward_mean": [0.5 * each for each in some], "truncated_fraction": [0.25 * each for each in some]}
+    tail = written(run, **zeros, **failed, **cut, tokens_trained=[100 * each for each in some])
+    found = summarise(run, tail, config)
+    assert found["staleness"]["mean"] == pytest.approx(0.98)
+    shown = ("effective_sample_fraction", "ratio_p1", "mismatch_abs_mean", "entropy_last_10", "kl_last_10")
+    assert [found["off_policy"][name] for name in shown] == [pytest.approx(0.98)] * 5
+    assert found["reward"]["last_10_steps"] == 0.5
+    said = changes(tail, config)
+    assert any("25% of samples are cut" in each for each in said) and not any("effective" in each for each in said)
+
+
+def test_a_run_whose_samples_all_failed_has_a_page(run, config) -> None:
+    tail = written(run, samples=64, samples_failed=64, reward_mean=0.0, tokens_trained=0)
+    verdict = dict(page_rows(summarise(run, tail, config), tail, config))["verdict"]
+    assert verdict.startswith("it did not learn: reward 0.000")
+
+
 def test_lines_without_times_have_no_bar(run) -> None:
     assert shares(written(run, step_s=None)) == {}
 

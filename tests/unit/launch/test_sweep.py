@@ -217,6 +217,14 @@ def test_the_number_of_a_run_is_a_mean_of_the_last_steps_or_the_best_evaluation(
     assert value_by(rule, run, config_of(tmp_path)) == (None if value is None else pytest.approx(value))
 
 
+def test_steps_that_trained_nothing_do_not_count(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    lines = [{"step": n, "tokens_trained": 9 * (n % 2), "entropy": 0.5 * (n % 2)} for n in range(8)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert value_by(Rule("entropy", "max", 4), run, config_of(tmp_path)) == 0.5
+    assert value_by(Rule("entropy", "min", 0), run, config_of(tmp_path)) == 0.5
+
+
 def arms_of(**values: Sequence[float | None]) -> list[Arm]:
     return [
         Arm.of(name, {}, [Score(f"{name}{seed}", seed, "finished", value) for seed, value in enumerate(each)])

@@ -57,7 +57,7 @@ def client(*runs: RunDir, token: str | None = None, host: str = "localhost") -> 
 
 def curves_of(values: list[float], name: str = "reward_mean") -> Curves:
     curves = Curves()
-    blank = read_line()
+    blank = read_line(tokens_trained=1)
     curves.add(msgspec.structs.replace(blank, step=step, **{name: value}) for step, value in enumerate(values))
     return curves
 
@@ -452,6 +452,16 @@ def test_a_curve_of_a_maximum_keeps_the_largest_of_the_steps_of_a_bucket():
     values = [float(step % 4) for step in range(2 * BUCKETS)]
     thinned, mean = (curves_of(values, name).since(0)["mean"][name] for name in ("staleness_max", "staleness_mean"))
     assert thinned == [1.0, 3.0] * (BUCKETS // 2) and mean == [0.5, 2.5] * (BUCKETS // 2)
+
+
+def test_a_curve_has_no_point_at_a_step_that_trained_nothing():
+    curves = Curves()
+    trained = (0, 5)
+    curves.add(
+        read_line(step, tokens_trained=count, loss=0.5 * count, step_s=1.0) for step, count in enumerate(trained)
+    )
+    found = curves.since(0)["mean"]
+    assert found["loss"] == pytest.approx([np.nan, 2.5], nan_ok=True) and found["step_s"] == [1.0, 1.0]
 
 
 @pytest.mark.slow
