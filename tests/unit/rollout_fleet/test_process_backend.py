@@ -329,3 +329,16 @@ def test_an_episode_that_is_given_up_while_processes_start_hands_over_no_other_c
             theirs.close()
             mine.settimeout(LIMIT_S)
             assert mine.recv(1) == b""  # no other process has the other end
+
+
+async def test_an_episode_that_waits_for_the_model_costs_no_time(
+    modules: tuple[str, str], new_host: Callable[..., ProcessHost]
+) -> None:
+    host, before = new_host(modules), {process.pid for process in left_over()}
+    channel = await host.open(LIMITS, LIMIT_S)
+    await channel.ask(1000, do="call", path="os:getcwd", keywords={})
+    started = [process for process in left_over() if process.pid not in before]
+    slept = sum(process.num_ctx_switches().voluntary for process in started)
+    await asyncio.sleep(2.0)
+    assert sum(process.num_ctx_switches().voluntary for process in started) - slept <= 10
+    channel.close()
