@@ -22,6 +22,7 @@ from common.process.logs import last_lines
 from launch.up.devices import Cores
 
 SCAN_EVERY_S = 1.0
+SCAN_SHARE = 0.05  # Scans of many processes take this share of the time at most.
 LOG_LINES_SHOWN = 15
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
@@ -106,7 +107,7 @@ class Supervisor:
         self.roles: dict[str, Role] = {}
         self.restarts: Collection[str] | None = None  # only these are started again; None: every role
         self._sink = sink
-        self._scanned = 0.0
+        self._scan_at = 0.0
 
     def start(self, spec: RoleSpec) -> Role:
         role = self.roles[spec.name] = Role(spec)
@@ -116,9 +117,11 @@ class Supervisor:
     def poll(self) -> list[Role]:
         """Notice ends, schedule and do restarts; returns roles that ended just now and will not come back."""
         now = time.monotonic()
-        if now - self._scanned >= SCAN_EVERY_S:
-            self._scanned = now
+        if now >= self._scan_at:
+            worked_s = -time.thread_time()  # a busy machine that lets it wait is no reason to look less often
             scan(self.roles.values())
+            worked_s += time.thread_time()
+            self._scan_at = now + max(SCAN_EVERY_S, worked_s / SCAN_SHARE)
         ended = [role for role in self.roles.values() if role.poll() and not self._plan_restart(role, now)]
         for role in self.roles.values():
             if role.restart_at is not None and now >= role.restart_at and self._may_restart(role):

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,23 @@ def test_children_die_with_a_killed_role_and_kill_all_leaves_nothing(supervisor,
     supervisor.kill_all()
     assert not any(role.running for role in roles)
     until(lambda: not any(alive(child) for child in children))
+
+
+def test_scans_of_many_processes_leave_time_for_the_roles(supervisor, monkeypatch):
+    scans = []
+
+    def slow(roles):
+        scans.append(time.thread_time())
+        while time.thread_time() < scans[-1] + 0.05:
+            pass
+
+    monkeypatch.setattr(module, "scan", slow)
+    monkeypatch.setattr(module, "SCAN_EVERY_S", 0.01)
+    ends = time.monotonic() + 0.9
+    while time.monotonic() < ends:
+        supervisor.poll()
+        time.sleep(0.02)
+    assert len(scans) == 1
 
 
 def test_cores_bind_a_role_and_child_cores_its_children(supervisor, tmp_path):
