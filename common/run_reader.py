@@ -2,6 +2,8 @@
 
 import math
 import os
+from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +18,7 @@ from common.metrics import EvaluationMetrics, Metrics, OptFloat, OptInt, SftMetr
 from common.spans import SpanBatch
 
 LATEST = slice(-10, None)  # the steps whose mean stands for the present
+RECENT, EVALUATIONS = 64, 1000  # lines that a RecentTail keeps
 READ_BYTES = 1 << 24  # at once; a longer line is passed over
 
 T = TypeVar("T")
@@ -182,6 +185,41 @@ class MetricsTail(Generic[Step]):
     def mean(self, metric: Callable[[Step], float | UnsetType], steps: slice = slice(None)) -> float | None:
         """The mean of a metric over those `steps` that have it; None when there is none."""
         return mean(self.series(metric)[steps])
+
+
+class RecentTail(MetricsTail[StepMetrics]):
+    """`lines` and `evaluations` have only the newest ones; the other attributes are of all steps."""
+
+    def __init__(self, path: Path | None) -> None:
+        """As MetricsTail."""
+        super().__init__(path, StepMetrics)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.steps = 0
+        self.rewards = array("d")  # the mean of each step that has one
+        self.expired = 0  # tokens
+        self.failed = Counter[str]()  # samples, by stop reason
+
+    def take(self, replaced: bool, lines: Iterable[StepMetrics | EvaluationMetrics]) -> None:
+        if replaced:
+            self._forget()
+        lines = list(lines)
+        for line in lines:
+            if isinstance(line, StepMetrics):
+                self.steps += 1
+                self.rewards.extend(known([line.reward_mean]))
+                self.expired += line.tokens_expired
+                self.failed.update(line.samples_failed_by_reason)
+        super().take(replaced, lines)
+        del self.lines[:-RECENT], self.evaluations[:-EVALUATIONS]
+
+
+def read_recent(path: Path | None) -> RecentTail:
+    """As `read_tail`, in bounded memory."""
+    tail = RecentTail(path)
+    tail.update()
+    return tail
 
 
 def read_tail(path: Path | None, kind: type[Step]) -> MetricsTail[Step]:

@@ -17,7 +17,7 @@ from broker.diagnosis.stalls import Stall, explain
 from common.config.schema import Config
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
-from common.run_reader import LATEST, MetricsTail
+from common.run_reader import LATEST, RecentTail
 from common.waste import WASTE_REASONS, Waste, wasted_tokens
 from launch.observe.advisor import Advice, advice_for
 from launch.observe.observation import Observation, Outcome, failed_samples, given_up, whole_waste
@@ -84,7 +84,6 @@ def stall_lines(seen: Observation, most: int = 3) -> list[RenderableType]:
 
 # ---------------------------------------------------------------- views
 
-Steps = MetricsTail[StepMetrics]
 BARS = "▁▂▃▄▅▆▇█"
 BAR_WIDTH, SPARKLINE_WIDTH = 24, 48
 PLAIN_EVERY_S = 3.0
@@ -100,7 +99,7 @@ COLOUR_OF = {state: colour for colour, states in COLOURS.items() for state in st
 
 
 @contextmanager
-def open_display(config: Config, tail: Steps, plain: bool) -> Iterator["Display"]:
+def open_display(config: Config, tail: RecentTail, plain: bool) -> Iterator["Display"]:
     """The live view when stdout is a terminal, else lines."""
     with nullcontext() if plain or not sys.stdout.isatty() else Live(auto_refresh=False) as live:
         yield Display(config, tail, live)
@@ -109,7 +108,7 @@ def open_display(config: Config, tail: Steps, plain: bool) -> Iterator["Display"
 class Display:
     """Redraws a rich view in place; without one, prints a line when something changed."""
 
-    def __init__(self, config: Config, tail: Steps, live: Live | None) -> None:
+    def __init__(self, config: Config, tail: RecentTail, live: Live | None) -> None:
         self._config = config
         self._tail = tail
         self._live = live
@@ -131,15 +130,22 @@ class Display:
             print(text, flush=True)
 
 
-def render_live(config: Config, seen: Observation | None, tail: Steps, notes: Sequence[str]) -> RenderableType:
+def render_live(config: Config, seen: Observation | None, tail: RecentTail, notes: Sequence[str]) -> RenderableType:
     now = [processes(seen), *stall_lines(seen)] if seen else [Text("waiting for the broker to answer", "yellow")]
     return Group(progress(config, seen, tail), *now, *(Text(note, "dim") for note in notes))
 
 
 def render_status(
-    run: RunDir | None, seen: Observation, advice: Advice | None = None, finished: Outcome | None = None
+    run: RunDir | None,
+    seen: Observation,
+    advice: Advice | None = None,
+    finished: Outcome | None = None,
+    tail: RecentTail | None = None,
 ) -> RenderableType:
-    """The page of `status`; of a `finished` run its outcome in place of processes that have left."""
+    """The page of `status`; of a `finished` run its outcome in place of processes that have left.
+
+    `tail`: as in `failed_samples`.
+    """
     facts = seen.status.run
     folder = run.path if run else facts.run_dir
     parts: list[RenderableType] = [Text(f"{facts.name}  {folder}", "bold")]
@@ -156,7 +162,7 @@ def render_status(
     parts.append(waste_table(seen.status))
     if (lost := given_up(seen.status.groups_dead)) and finished is None:
         parts.append(Text(lost, "yellow"))
-    if failed := failed_samples(seen.status, run):
+    if failed := failed_samples(seen.status, tail):
         by_size = ", ".join(f"{count:,} {reason}" for reason, count in Counter(failed).most_common())
         parts.append(Text(f"{sum(failed.values()):,} samples failed: {by_size}", "yellow"))
     if advice is not None:
@@ -164,28 +170,24 @@ def render_status(
     return Group(*parts)
 
 
-def progress(config: Config, seen: Observation | None, tail: Steps) -> RenderableType:
+def progress(config: Config, seen: Observation | None, tail: RecentTail) -> RenderableType:
     done = _version(tail, seen)
     steps = config.run.steps
     filled = round(BAR_WIDTH * min(1.0, done / steps))
     bar = "█" * filled + "░" * (BAR_WIDTH - filled)
     step_s = tail.mean(lambda line: line.step_s, LATEST)
-    expired = float(sum(line.tokens_expired for line in tail.lines))
     left = "" if step_s is None else "finishing" if done >= steps else f"{duration((steps - done) * step_s)} left"
-    rows = {config.run.name: f"step {done}/{steps}  {bar}  {left}", **figures(config, seen, tail, expired)}
+    rows = {config.run.name: f"step {done}/{steps}  {bar}  {left}", **figures(config, seen, tail)}
     if "reward" in rows:
-        rows["reward"] += f"  {sparkline(tail.series(lambda line: line.reward_mean))}"
+        rows["reward"] += f"  {sparkline(tail.rewards)}"
     grid = Table.grid(Column(style="bold", no_wrap=True), Column(), padding=(0, 2))
     for name, text in rows.items():
         grid.add_row(name, text)
     return grid
 
 
-def figures(config: Config, seen: Observation | None, tail: Steps, expired: float) -> dict[str, str]:
-    """Reward, staleness, rates and times of the newest steps, in words; the times are means of the last ten.
-
-    `expired`: tokens that were too old, over all steps.
-    """
+def figures(config: Config, seen: Observation | None, tail: RecentTail) -> dict[str, str]:
+    """Reward, staleness, rates and times of the newest steps, in words; the times are means of the last ten."""
     rows = dict[str, str]()
     if rewards := tail.series(lambda line: line.reward_mean):
 
@@ -200,7 +202,7 @@ def figures(config: Config, seen: Observation | None, tail: Steps, expired: floa
         rows["reward"] = f"{rewards[-1]:.3f}  last ten {recent(lambda line: line.reward_mean):.3f}"
         rows["staleness"] = (
             f"mean {newest(lambda line: line.staleness_mean):.2f}  max {tail.lines[-1].staleness_max} of "
-            f"{config.staleness.max} allowed  expired tokens {expired:.0f}"
+            f"{config.staleness.max} allowed  expired tokens {tail.expired}"
         )
         step_s, idle_s = recent(lambda line: line.step_s), recent(lambda line: line.learner_idle_s)
         rows["step"] = (
@@ -296,7 +298,7 @@ def waste_table(status: BrokerStatus) -> RenderableType:
     return Group(grid, Text(f"and {more} more; --json has all", "dim")) if more > 0 else grid
 
 
-def plain_line(config: Config, seen: Observation | None, tail: Steps) -> str:
+def plain_line(config: Config, seen: Observation | None, tail: RecentTail) -> str:
     """The same in one line, for logs."""
     parts = [f"step {_version(tail, seen)}/{config.run.steps}"]
     if last := tail.last:
@@ -331,7 +333,7 @@ def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
     return "".join(BARS[round((v - low) * scale)] for v in values)
 
 
-def _version(tail: Steps, seen: Observation | None) -> int:
+def _version(tail: RecentTail, seen: Observation | None) -> int:
     """Steps that are trained: by the metrics, else by the learner's report."""
     if tail.last is not None and tail.last.policy_version:
         return tail.last.policy_version

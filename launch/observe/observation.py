@@ -16,10 +16,9 @@ from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, NodeStatu
 from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
 from common.evaluation import EvalResult
-from common.metrics import StepMetrics
 from common.process.lock_file import is_locked
 from common.process.run_dir import RunDir
-from common.run_reader import MetricsTail, ends, read_tail
+from common.run_reader import RecentTail, ends
 from common.security.credentials import Role
 from common.waste import WASTE_REASONS, Waste, merged_waste
 from launch.resolve_target import Target
@@ -88,8 +87,11 @@ def observe(job: Target, timeout_s: float = ANSWER_TIMEOUT_S, last: Observation 
     return Observation(status, live=False, note=f"{reason}; last known status", unreachable=unreachable, age_s=age_s)
 
 
-def as_json(run: RunDir | None, seen: Observation) -> dict[str, Any]:
-    """The answer of `slipstream status` for programs, which rely on its keys; ages count up to now."""
+def as_json(run: RunDir | None, seen: Observation, tail: RecentTail | None = None) -> dict[str, Any]:
+    """The answer of `slipstream status` for programs, which rely on its keys; ages count up to now.
+
+    `tail`: as in `failed_samples`.
+    """
     status, live = seen.status, seen.live
     if status.learner is None:
         waits = "a learner to start" if live and not seen.begins else ""
@@ -104,7 +106,7 @@ def as_json(run: RunDir | None, seen: Observation) -> dict[str, Any]:
     about = {"run": folder, "name": status.run.name, "live": live, "note": seen.note, "learner": learner}
     about |= {"broker": broker | {"max_bytes": status.run.max_bytes}, "nodes": [_node(node) for node in status.nodes]}
     about["left"] = [_node(node) | {"state": "left", "tokens_per_s": 0.0} for node in status.left]
-    return about | {"waste": waste_json(whole_waste(status)), "samples_failed": failed_samples(status, run)}
+    return about | {"waste": waste_json(whole_waste(status)), "samples_failed": failed_samples(status, tail)}
 
 
 def _node(node: NodeStatus) -> dict[str, Any]:
@@ -126,11 +128,14 @@ def waste_json(wasted: Mapping[str, Waste]) -> dict[str, dict[str, float]]:
     return {reason: msgspec.to_builtins(wasted.get(reason, Waste())) for reason in WASTE_REASONS}
 
 
-def failed_samples(status: BrokerStatus, run: RunDir | None) -> dict[str, int]:
-    """By stop reason: of the nodes that are there; when none is any more, of the groups that were trained on."""
-    if found := summed(node.report.samples_failed for node in status.nodes):
-        return found
-    return summed(line.samples_failed_by_reason for line in read_tail(run and run.metrics, StepMetrics).lines)
+def failed_samples(status: BrokerStatus, tail: RecentTail | None) -> dict[str, int]:
+    """By stop reason: of the nodes that are there; when none is any more, of the groups that were trained on.
+
+    `tail` has read the run's metrics; None: they are not known.
+    """
+    if status.nodes:
+        return summed(node.report.samples_failed for node in status.nodes)
+    return summed([tail.failed] if tail else [])
 
 
 def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -192,13 +197,13 @@ def finished_version(run: RunDir, steps: int) -> int | None:
     return record.policy_version if record and done and (run.model / "config.json").is_file() else None
 
 
-def outcome_of(run: RunDir, config: Config, tail: MetricsTail[StepMetrics]) -> Outcome:
+def outcome_of(run: RunDir, config: Config, tail: RecentTail) -> Outcome:
     """The outcome by the run's files, with the metrics that `tail` has read."""
     version = finished_version(run, config.run.steps)
     folder = run.model / "config.json"
     report = run.report / "report.html"
     steps = tail.last.policy_version if tail.last else 0
-    reward = ends(tail.series(lambda line: line.reward_mean))
+    reward = ends(tail.rewards)
     reached = Outcome(steps, config.run.steps, reward, tasks_given_up=dead_tasks(run))
     if version is None:
         return reached

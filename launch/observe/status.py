@@ -12,9 +12,9 @@ from rich.console import Console
 
 from common.config.schema import SftConfig
 from common.errors import SlipstreamError
-from common.metrics import SftMetrics, StepMetrics
+from common.metrics import SftMetrics
 from common.process.run_dir import RunDir
-from common.run_reader import LATEST, MetricsTail, known, read_tail
+from common.run_reader import LATEST, RecentTail, known, read_recent, read_tail
 from launch.observe.advisor import advice_for
 from launch.observe.job_view import open_display, render_status, stalls_of
 from launch.observe.observation import as_json, observe, outcome_of
@@ -31,17 +31,17 @@ def command(args: argparse.Namespace) -> int:
         print(json.dumps(status) if args.json else sentence(status))
         return 0
     seen = observe(job)
-    tail = read_tail(run and run.metrics, StepMetrics)
+    tail = read_recent(run and run.metrics)
     config = config_of(run) if run else None
     reached = outcome_of(run, config, tail) if run and config else None
     finished = reached if reached is not None and reached.finished else None
     advice = advice_for(tail.lines, seen.status.run.max_staleness)
     if args.json:
-        found = {**as_json(run, seen), "stalls": msgspec.to_builtins(stalls_of(seen))}
+        found = {**as_json(run, seen, tail), "stalls": msgspec.to_builtins(stalls_of(seen))}
         found["finished"] = msgspec.to_builtins(finished)
         print(json.dumps({**found, "advice": asdict(advice) if advice else None}))
         return 0
-    Console().print(render_status(run, seen, advice, finished))
+    Console().print(render_status(run, seen, advice, finished, tail))
     return 0
 
 
@@ -53,7 +53,7 @@ def top(args: argparse.Namespace) -> int:
     config = config_of(run) if run else joined_config(seen.status.run.config, job.address, ())
     if config is None:
         raise SlipstreamError(f"{args.run} is not the folder of an RL job")
-    tail = MetricsTail(run and run.metrics, StepMetrics)
+    tail = RecentTail(run and run.metrics)
     with suppress(KeyboardInterrupt):
         with open_display(config, tail, args.plain) as display:
             while True:

@@ -10,10 +10,9 @@ import time
 
 from broker.contract import BrokerStatus
 from common.errors import SlipstreamError, UsageError
-from common.metrics import StepMetrics
 from common.process.lock_file import is_locked
 from common.process.run_dir import write_json
-from common.run_reader import read_tail
+from common.run_reader import read_recent
 from launch.observe.observation import ask
 from launch.resolve_target import Target, config_of, find_run, find_target, handed_out
 
@@ -63,7 +62,7 @@ def resume(args: argparse.Namespace) -> int:
     if (config := config_of(run)) is not None and not config.watch:
         hint = f"a job that was stopped continues with `slipstream up {run.config}`"
         raise UsageError(f"{run.path} has no watch rules, so none has paused it; {hint}")
-    tail = read_tail(run.metrics, StepMetrics)
+    tail = read_recent(run.metrics)
     answered = {"step": tail.last.step} if tail.last else {}
     if tail.evaluations:
         answered["evaluation"] = tail.evaluations[-1].step

@@ -20,13 +20,12 @@ from common.config.loading import load_config
 from common.config.schema import Config
 from common.errors import EXIT_DONE, ConfigError, SlipstreamError, UsageError
 from common.json_lines import EventFile
-from common.metrics import StepMetrics
 from common.process.install import need_packages
 from common.process.lifecycle import DrainFlag
 from common.process.lock_file import only_one
 from common.process.logs import log_path
 from common.process.run_dir import RunDir, running_broker
-from common.run_reader import MetricsTail, read_tail
+from common.run_reader import RecentTail, read_recent
 from launch.certificates import first_line
 from launch.observe.job_view import Display, open_display
 from launch.observe.observation import observe, outcome_of
@@ -94,7 +93,7 @@ def ready(config: C, file: str) -> tuple[C, RunDir]:
 
 def finished(run: RunDir, config: Config) -> str:
     """Says what a run that has done all its steps has reached, and the next command; '' while it has not."""
-    reached = outcome_of(run, config, read_tail(run.metrics, StepMetrics))
+    reached = outcome_of(run, config, read_recent(run.metrics))
     return f"{run.path} is {reached.sentence()}\n{next_command(run)}" if reached.finished else ""
 
 
@@ -141,7 +140,7 @@ class Job:
     def __init__(self, config: Config, run: RunDir, places: Mapping[str, Place], web: bool = False) -> None:
         self.config = config
         self.run_dir = run
-        self.tail = MetricsTail(run.metrics, StepMetrics)
+        self.tail = RecentTail(run.metrics)
         self.supervisor = Supervisor(self._on_event)
         self._specs = role_specs(config, run, places, web)
         self._nodes = [spec.name for spec in self._specs[2:] if spec.name not in BESIDE]

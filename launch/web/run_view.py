@@ -19,7 +19,7 @@ from common.errors import SlipstreamError
 from common.json_lines import Event, decoder_of
 from common.metrics import AGE_CLASSES, EvaluationMetrics, StepMetrics
 from common.process.run_dir import RunDir
-from common.run_reader import LATEST, LineTail, MetricsTail, read_batches
+from common.run_reader import LATEST, LineTail, MetricsTail, RecentTail, read_batches
 from launch.observe.curves import Curves
 from launch.observe.job_view import SHOWN_STALLS, STOPPING, figures, stall_sentence, stalls_of, waste_sentence
 from launch.observe.ledger import observe_ledger
@@ -99,7 +99,6 @@ class Lanes:
 # ---------------------------------------------------------------- the run
 
 LEDGER_EVERY_S, LEDGER_SHARE = 5.0, 0.05  # A long ledger is asked for in this share of the time at most.
-RECENT, EVALUATIONS = 64, 1000  # lines of a run that are kept
 FILES = {"report.html": "report/report.html", "trace.json": "trace.json"}  # below RUN; the page offers them
 BEFORE = slice(-20, -10)  # the steps before LATEST
 
@@ -114,28 +113,19 @@ class BrowserCopy:
         self.steps = -1
 
 
-class BoundedTail(MetricsTail[StepMetrics]):
-    """The metrics of a run for the page: `lines` and `evaluations` have only the newest ones, `curves` all."""
+class BoundedTail(RecentTail):
+    """The metrics of a run for the page, with `curves` of all steps."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, StepMetrics)
+        super().__init__(path)
         self.curves = Curves()
-        self.steps = 0
-        self.expired = 0  # tokens, over all steps
 
     def take(self, replaced: bool, lines: Iterable[StepMetrics | EvaluationMetrics]) -> None:
         if replaced:
             self.curves = Curves(generation=self.curves.generation + 1)
-            self.steps = 0
-            self.expired = 0
         lines = list(lines)
-        steps = [line for line in lines if isinstance(line, StepMetrics)]
         super().take(replaced, lines)
-        self.lines = self.lines[-RECENT:]
-        self.evaluations = self.evaluations[-EVALUATIONS:]
-        self.curves.add(steps)
-        self.steps += len(steps)
-        self.expired += sum(line.tokens_expired for line in steps)
+        self.curves.add(line for line in lines if isinstance(line, StepMetrics))
 
 
 class RunView:
@@ -186,7 +176,7 @@ class RunView:
         with self._lock:
             lines = tail.lines
             state |= {"steps": tail.steps, "evaluations": tail.evaluations}
-            state["figures"] = figures(config, seen, tail, tail.expired) if config else {}
+            state["figures"] = figures(config, seen, tail) if config else {}
         ages = [line.tokens_by_age for line in lines if len(line.tokens_by_age) == len(AGE_CLASSES)]
         state["ages"] = [sum(counts) for counts in zip(*ages, strict=True)]
         if seen is not None:

@@ -19,9 +19,8 @@ from common.config.loading import load_config
 from common.config.network_checks import COLLECTIVES_ARE_OPEN, is_loopback, is_wildcard, split_address
 from common.config.schema import Config
 from common.errors import EXIT_DONE, ConfigError, SlipstreamError, UsageError
-from common.metrics import StepMetrics
 from common.process.run_dir import RunDir, write_atomic, write_json
-from common.run_reader import MetricsTail, read_tail
+from common.run_reader import RecentTail, read_recent
 from common.security.credentials import KeyFolder
 from launch.certificates import first_line
 from launch.checks.review import review
@@ -76,7 +75,7 @@ def submit_run(config: Config, run: RunDir, chosen: Mapping[str, Chosen], dry_ru
 
     Raises UsageError when its jobs have not ended, or when Slurm refuses.
     """
-    reached = outcome_of(run, config, read_tail(run.metrics, StepMetrics))
+    reached = outcome_of(run, config, read_recent(run.metrics))
     if not dry_run and reached.finished:
         print(f"{run.path} is {reached.sentence()}")
         return
@@ -262,7 +261,7 @@ def scale_command(args: argparse.Namespace) -> int:
         print(scale(run, args.rollouts))
         return EXIT_DONE
     bounds = parse_bounds(args.follow_advice)
-    tail = MetricsTail(run.metrics, StepMetrics)
+    tail = RecentTail(run.metrics)
     while tasks_of([read_jobs(run).learner]):
         tail.update()
         nodes = sum(task.stays for task in tasks_of(read_jobs(run).fleet))

@@ -1,6 +1,7 @@
 """Metric declarations, the one-line-per-step file, and its reader."""
 
 import errno
+import json
 import math
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ from msgspec import UNSET
 from common.errors import UsageError
 from common.metrics import DERIVED, PANELS, EvaluationMetrics, SftMetrics, StepMetrics, declarations
 from common.process.run_dir import MetricsWriter
-from common.run_reader import READ_BYTES, MetricsTail, mean, metrics_decoder, read_tail
+from common.run_reader import EVALUATIONS, READ_BYTES, RECENT, MetricsTail, RecentTail, mean, metrics_decoder, read_tail
 from tests.rigs.brokers import full_disk
 from tests.rigs.telemetry import read_line
 from tests.rigs.waiting import read_jsonl
@@ -140,6 +141,26 @@ def test_a_tail_reads_only_whole_lines_and_starts_over_with_a_new_file(tmp_path:
     (tmp_path / "new").write_text('{"step": 0, "loss": 5}\n')
     (tmp_path / "new").replace(path)
     assert series() == [5.0]
+
+
+def test_the_tail_of_a_long_run_keeps_its_newest_lines_and_the_sums_of_all(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    step = '{"step": %d, "reward_mean": %d, "tokens_expired": 2, "samples_failed_by_reason": {"timeout": 1}}\n'
+    path.write_text("".join(step % (i, i) for i in range(500)) + '{"step": 500}\n')
+    tail = RecentTail(path)
+    tail.update()
+    with path.open("a") as file:
+        file.writelines(json.dumps({"step": i, "kind": "evaluation"}) + "\n" for i in range(EVALUATIONS + 5))
+    tail.update()
+    assert [line.step for line in tail.lines] == list(range(501 - RECENT, 501))
+    assert (len(tail.evaluations), tail.evaluations[-1].step) == (EVALUATIONS, EVALUATIONS + 4)
+    assert (tail.steps, tail.expired, tail.failed) == (501, 1000, {"timeout": 500})
+    assert list(tail.rewards) == list(range(500))
+    (tmp_path / "new").write_text(step % (0, 7))
+    (tmp_path / "new").replace(path)
+    tail.update()
+    assert (tail.steps, tail.expired, tail.failed, list(tail.rewards)) == (1, 2, {"timeout": 1}, [7.0])
+    assert (len(tail.lines), tail.evaluations) == (1, [])
 
 
 def test_a_part_of_the_file_without_a_line_and_nesting_without_end_hide_no_later_step(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from common.config.checks import resolve_paths
 from common.config.loading import load_config
 from common.config.schema import BrokerConfig
 from common.errors import SlipstreamError
-from common.metrics import StepMetrics
 from common.process.lifecycle import DrainFlag
 from common.process.run_dir import write_json
-from common.run_reader import read_tail
+from common.run_reader import read_recent
 from launch.cli import main
 from launch.observe.observation import outcome_of
 from launch.up.supervisor import Role, RoleSpec
@@ -205,7 +204,7 @@ def test_run_is_finished_with_all_steps_and_a_model(config, run, record, model, 
     if model:
         run.model.mkdir()
         (run.model / "config.json").write_text("{}")
-    assert outcome_of(run, config, read_tail(run.metrics, StepMetrics)).finished == expected
+    assert outcome_of(run, config, read_recent(run.metrics)).finished == expected
 
 
 def test_up_on_a_finished_run_says_what_it_has_reached_and_the_next_command(tmp_path, capsys):

@@ -7,9 +7,8 @@ import msgspec
 import pytest
 
 from broker.diagnosis.stalls import Stall
-from common.metrics import StepMetrics
 from common.process.run_dir import RunDir, write_json
-from common.run_reader import MetricsTail, read_tail
+from common.run_reader import RecentTail, read_recent
 from common.waits import WaitFor, WaitKind
 from common.waste import Waste
 from launch.cli import main
@@ -33,14 +32,14 @@ WASTEFUL = Observation(
 
 
 @pytest.fixture
-def tail(run: RunDir) -> MetricsTail[StepMetrics]:
+def tail(run: RunDir) -> RecentTail:
     """The metrics of four steps."""
     with run.metrics.open("a") as file:
         for step in range(4):
             line = {"step": step, "policy_version": step + 1, "reward_mean": step / 10, "staleness_mean": 0.5,
                     "staleness_max": 1, "step_s": 2.0, "learner_idle_s": 0.5}  # fmt: skip
             file.write(json.dumps(line) + "\n")
-    return read_tail(run.metrics, StepMetrics)
+    return read_recent(run.metrics)
 
 
 def test_waste_is_shown_by_reason_for_the_run_and_for_each_node(config, run, tail):
@@ -158,7 +157,7 @@ def test_a_broker_that_ended_is_a_stall_only_while_the_learner_has_work(state, k
 def test_status_and_the_live_view_show_who_waits_for_whom_or_that_the_job_moves(config, run, capsys):
     text = text_of(render_status(run, seen()))
     assert "and no node is alive" in text and "a node joins" in text
-    view = text_of(render_live(config, seen(), MetricsTail(run.metrics, StepMetrics), []))
+    view = text_of(render_live(config, seen(), RecentTail(run.metrics), []))
     assert "the learner waits for groups for step 7: 1 of 4 ready, and no node is alive, since 3.0 s" in view
     write_json(run.status_json, WAITING)
     (stall,) = json_of(capsys, "status", str(run.path))["stalls"]
@@ -175,4 +174,4 @@ def test_status_ends_with_the_advisors_line(config, run, capsys):
     assert json_of(capsys, "status", str(run.path))["advice"]["change"] == "more_nodes"
     assert main(["status", str(run.path)]) == 0
     assert "advice: 2 more nodes: learner idle 41% -> about 0%" in capsys.readouterr().out
-    assert "2 more nodes" in text_of(render_live(config, seen(), read_tail(run.metrics, StepMetrics), []))
+    assert "2 more nodes" in text_of(render_live(config, seen(), read_recent(run.metrics), []))

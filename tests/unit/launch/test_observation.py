@@ -6,10 +6,9 @@ import pytest
 from broker.contract import JoinTimes, LedgerEntry, NodeReport
 from broker.delivery.learner_rules import LearnerRules
 from common.errors import EXIT_FAILED
-from common.metrics import StepMetrics
 from common.process.lock_file import take_lock
 from common.process.run_dir import BrokerFile, RunDir, write_json
-from common.run_reader import read_tail
+from common.run_reader import read_recent
 from launch.cli import main
 from launch.observe.job_view import plain_line, render_live, render_status
 from launch.observe.ledger import observe_ledger, show, whole_ledger
@@ -107,7 +106,7 @@ def test_a_learner_that_up_has_started_is_starting_and_nobody_is_told_to_start_o
 def test_tasks_that_were_given_up_are_told_while_a_job_runs_and_after_it(config, run):
     status = status_of(node_status(), groups_dead=3)
     said = "3 tasks given up, every try failed: `slipstream ledger RUN` says why"
-    tail = read_tail(run.metrics, StepMetrics)
+    tail = read_recent(run.metrics)
     seen = Observation(status, live=True)
     assert said in text_of(render_status(run, seen))
     assert said in text_of(render_live(config, seen, tail, []))
@@ -150,7 +149,7 @@ def test_the_ledger_after_the_death_of_a_broker_is_that_of_its_store(config, run
 def test_failed_samples_are_summed_by_reason(run):
     counts = {"timeout": 3, "environment_flood": 1}, {"timeout": 9}, {}
     found = status_of(*(node_status(f"node-{i}", samples_failed=failed) for i, failed in enumerate(counts)))
-    assert failed_samples(found, run) == {"environment_flood": 1, "timeout": 12}
+    assert failed_samples(found, None) == {"environment_flood": 1, "timeout": 12}
     told = as_json(run, Observation(found, live=True))
     assert told["samples_failed"] == {"environment_flood": 1, "timeout": 12}
     assert told["nodes"][1]["samples_failed"] == {"timeout": 9}
@@ -158,7 +157,10 @@ def test_failed_samples_are_summed_by_reason(run):
     failed = {"timeout": 3}, {"environment_error": 2, "timeout": 1}
     lines = [{"step": i, "policy_version": i + 1, "samples_failed_by_reason": f} for i, f in enumerate(failed)]
     run.metrics.write_bytes(msgspec.json.Encoder().encode_lines(lines))
-    assert failed_samples(status_of(), run) == {"environment_error": 2, "timeout": 4}
+    tail = read_recent(run.metrics)
+    assert failed_samples(status_of(), tail) == {"environment_error": 2, "timeout": 4}
+    assert "6 samples failed" in text_of(render_status(run, Observation(status_of(), live=True), tail=tail))
+    assert failed_samples(status_of(node_status()), tail) == {}, "the nodes that are there have had none"
 
 
 def test_the_join_of_the_newest_living_node_that_works_is_told_by_stages(run):
