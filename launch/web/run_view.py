@@ -31,6 +31,7 @@ from learner.loop.run_files import read_record
 
 
 PIECES = 256  # kept of a process
+LANES = 2048  # processes that are kept, those with the newest states
 # kind of an event: the field that names a process, and the state that follows
 ENDS = {
     "leave": ("node", "left"), "node_lost": ("node", "dead"),
@@ -94,6 +95,11 @@ class Lanes:
             if event.kind in ENDS:
                 field, how = ENDS[event.kind]
                 self._ends[str(event.detail.get(field))].append((event.time_s, how))
+        if len(self._pieces) > LANES:
+            by_age = sorted(self._pieces, key=lambda who: self._pieces[who][-1].end_s)
+            for who in by_age[:-LANES]:
+                for kept in (self._pieces, self._read, self._ends):
+                    kept.pop(who, None)
 
 
 # ---------------------------------------------------------------- the run

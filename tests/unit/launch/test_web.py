@@ -565,6 +565,18 @@ def test_parts_of_a_long_state_are_one_piece(tmp_path):
         assert row["pieces"] == [(1000.0, pytest.approx(1000.0 + first + 2 + first / 100), "training")]
 
 
+def test_processes_that_ended_long_ago_have_no_lanes_in_a_run_of_many(tmp_path, monkeypatch):
+    monkeypatch.setattr("launch.web.run_view.LANES", 2)
+    run = RunDir(tmp_path)
+    run.trace.mkdir()
+    for number in range(4):
+        batch = SpanBatch(who=f"node-{number}", host="h", spans=[Span("generating", "state", 1000.0 + number, 1.0)])
+        (run.trace / f"nodes-{number:08d}.jsonl").write_bytes(msgspec.json.encode(batch) + b"\n")
+    lanes = Lanes(run)
+    for _ in range(2):
+        assert [row["who"] for row in lanes.page("", FIRST, 60)["rows"]] == ["node-2", "node-3"]
+
+
 def transcript_of(*turns: Turn) -> Transcript:
     return Transcript(serial=1, sample=0, node_id=EVIL, time_s=1.0, why=["best"], turns=list(turns), cut_tokens=5)
 
