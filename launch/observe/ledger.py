@@ -9,6 +9,7 @@ appears once, with its groups.
 import argparse
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 
 import msgspec
 from rich.console import Console
@@ -22,6 +23,9 @@ from launch.observe.observation import ask
 from launch.resolve_target import Target, config_of, find_target
 
 COMMITTED = "committed"
+COLUMNS = ("serial", "state", "step", "versions", "attempts", "reward", "nodes")
+LEFT = ("state", "nodes")  # the others are aligned to the right
+MOST_LAID_OUT = 1000  # rows that are fitted to the terminal's width, which takes almost a millisecond each
 
 
 def command(args: argparse.Namespace) -> int:
@@ -89,19 +93,38 @@ def whole_ledger(former: Sequence[list[LedgerEntry]], newest: list[LedgerEntry])
     return entries
 
 
-def show(entries: Sequence[LedgerEntry]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for name in ("serial", "state", "step", "versions", "attempts", "reward", "nodes"):
-        table.add_column(name, justify="left" if name in ("state", "nodes") else "right", no_wrap=name != "nodes")
+def _cells(entry: LedgerEntry) -> tuple[str, ...]:
+    """The text of each of COLUMNS."""
+    versions = "-" if entry.version_min is None else f"{entry.version_min}..{entry.version_max}"
+    reward = "-" if entry.reward_mean is None else f"{entry.reward_mean:.3f}"
+    step = "-" if entry.step is None else str(entry.step)
+    nodes = ", ".join(entry.nodes) + (f"  ({entry.reason})" if entry.reason else "")
+    state = entry.state + ", filtered" * entry.filtered + f", {entry.source}" * bool(entry.source)
+    return str(entry.serial), state, step, versions, str(entry.attempts), reward, nodes
+
+
+def _show_lines(entries: Sequence[LedgerEntry]) -> None:
+    """The table in plain lines."""
+    widths = [len(name) for name in COLUMNS[:-1]]
     for entry in entries:
-        versions = "-" if entry.version_min is None else f"{entry.version_min}..{entry.version_max}"
-        reward = "-" if entry.reward_mean is None else f"{entry.reward_mean:.3f}"
-        step = "-" if entry.step is None else str(entry.step)
-        nodes = ", ".join(entry.nodes) + (f"  ({entry.reason})" if entry.reason else "")
-        state = entry.state + ", filtered" * entry.filtered + f", {entry.source}" * bool(entry.source)
-        table.add_row(str(entry.serial), state, step, versions, str(entry.attempts), reward, nodes)
+        widths = [max(width, len(cell)) for width, cell in zip(widths, _cells(entry), strict=False)]
+    aligned = [f"{{:{'<' if name in LEFT else '>'}{width}}}" for name, width in zip(COLUMNS, widths, strict=False)]
+    line = "  ".join([*aligned, "{}"])
+    for cells in chain([COLUMNS], map(_cells, entries)):
+        print(" ".join(line.format(*cells).splitlines()))
+
+
+def show(entries: Sequence[LedgerEntry]) -> None:
     console = Console()
-    console.print(table)
+    if len(entries) <= MOST_LAID_OUT:
+        table = Table(box=None, pad_edge=False)
+        for name in COLUMNS:
+            table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name != "nodes")
+        for entry in entries:
+            table.add_row(*_cells(entry))
+        console.print(table)
+    else:
+        _show_lines(entries)
     retried = sum(entry.attempts > 1 for entry in entries)
     parts = [f"{count} {state}" for state, count in Counter(entry.state for entry in entries).items()]
     if filtered := sum(entry.filtered for entry in entries):

@@ -122,6 +122,21 @@ def test_a_narrow_terminal_still_shows_the_state_of_each_task(capsys, monkeypatc
     assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["1", "dead"]
 
 
+def test_a_long_ledger_is_printed_in_plain_lines_at_once(capsys, monkeypatch):
+    def entry(serial: int) -> LedgerEntry:
+        return LedgerEntry(serial, "committed", 2, ["node-0"] * 2, serial // 8, 3, 4, 0.5)
+
+    monkeypatch.setenv("COLUMNS", "200")
+    show([entry(serial) for serial in range(995, 1001)])
+    laid_out = capsys.readouterr().out.splitlines()
+    monkeypatch.setattr("launch.observe.ledger.Table", lambda **options: pytest.fail("a table of so many rows"))
+    show([entry(serial) for serial in range(1001)])
+    plain = capsys.readouterr().out.splitlines()
+    assert [line.rstrip() for line in plain[-7:-1]] == [line.rstrip() for line in laid_out[1:-1]]
+    assert plain[0].split() == laid_out[0].split()
+    assert plain[-1] == "1001 tasks: 1001 committed; 1001 with more than one attempt"
+
+
 def test_a_broker_of_another_machine_is_asked_though_its_process_is_not_seen_here(config, run, capsys):
     with living_broker(config) as server:
         write_json(run.broker_json, BrokerFile(2147483000, server.address, 0.0, host="elsewhere"))
