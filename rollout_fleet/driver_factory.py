@@ -38,15 +38,16 @@ PAIRS = 'messages are Chat((("user", text), ...))'
 
 
 def build_drivers(config: Config, sampler: Sampler, thread: EnvironmentThread) -> dict[str, EpisodeDriver]:
-    """The driver of each source. Sources share the job's teacher, and the clients of scorers that several of them name.
+    """The driver of each source. They share the tokenizer, the job's teacher, and the clients of scorers.
 
     Raises as `build_driver`.
     """
     clients = dict[str, Any]()
+    renderers = dict[str, Renderer]()
     drivers = dict[str, EpisodeDriver]()
     for name, job in config.sources.items():
         with of_source(name):
-            drivers[name] = build_driver(job, sampler, thread, clients=clients)
+            drivers[name] = build_driver(job, sampler, thread, clients=clients, renderers=renderers)
     if config.learner.loss.distillation is not None:
         from rollout_fleet.scorers.teacher import Teacher
 
@@ -63,19 +64,21 @@ def build_driver(
     sampling: Sampling | None = None,
     *,
     clients: dict[str, Any] | None = None,
+    renderers: dict[str, Renderer] | None = None,
 ) -> EpisodeDriver:
     """The driver of the environment and budgets of a config with one source, over an engine that may start later.
 
-    `sampling`: None stands for the config's. `clients`: scorers' that exist already; new ones are added. Raises
-    UsageError for an unusable environment, option or tokenizer, and for a prompt of tasks.reward, or variables, that
-    do not fit the model's chat template.
+    `sampling`: None stands for the config's. `clients`, `renderers`: scorers' and, by model.path, models'
+    that exist already; new ones are added. Raises UsageError for an unusable environment, option or tokenizer, and for
+    a prompt of tasks.reward, or variables, that do not fit the model's chat template.
     """
     rollout = config.rollout
     found = check_environment(config.tasks)
-    tokenizer = load_tokenizer(config.model.path)
-    renderer = Renderer(tokenizer)
+    renderers = {} if renderers is None else renderers
+    if (renderer := renderers.get(config.model.path)) is None:
+        renderer = renderers[config.model.path] = Renderer(load_tokenizer(config.model.path))
     if config.tasks.reward is not None:
-        _check_template(config, tokenizer, renderer)
+        _check_template(config, renderer)
     budget = Budget(rollout.max_turns, rollout.max_tokens, rollout.engine.max_model_len)
     job = Sampling(rollout.temperature, rollout.top_p)
     rules = EpisodeRules(
@@ -111,7 +114,7 @@ def _backend(config: Config, found: Description, thread: EnvironmentThread) -> B
     return ProcessBackend(found.path, options, found.limits, timeout_s, processes, found.shares_seed)
 
 
-def _check_template(config: Config, tokenizer: Any, renderer: Renderer) -> None:
+def _check_template(config: Config, renderer: Renderer) -> None:
     """Raise ConfigError for variables that no chat template reads, and where it does not render the first row's prompt.
 
     Not among a launch's first checks: transformers takes seconds, and a node imports it anyway.
@@ -119,7 +122,7 @@ def _check_template(config: Config, tokenizer: Any, renderer: Renderer) -> None:
     options = config.tasks.chat_template_kwargs
     if (first := first_row(config.tasks.dataset)) is not None:
         _check_rendering(config, renderer, *first)
-    found = getattr(tokenizer, "chat_template", None)
+    found = getattr(renderer.tokenizer, "chat_template", None)
     if options and found and "chat_template" not in options:
         _check_variables(config, [found] if isinstance(found, str) else found.values())
 

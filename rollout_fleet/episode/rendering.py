@@ -46,14 +46,14 @@ class Renderer:
     """Observations to token ids, for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._begin = begin_tokens(tokenizer)
         self._cached = lru_cache(maxsize=4096)(self._encode)
 
     @property
     def template(self) -> str:
         """The chat template's source; '' of a tokenizer without one."""
-        found = getattr(self._tokenizer, "chat_template", None)
+        found = getattr(self.tokenizer, "chat_template", None)
         return found if isinstance(found, str) else "" if found is None else json.dumps(found)
 
     def ids(self, observation: Observation, end_token: int | None = None) -> list[int]:
@@ -94,7 +94,7 @@ class Renderer:
 
     def text(self, tokens: list[int]) -> str:
         """Tokens as text, special ones included."""
-        return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def first(self, text: str) -> list[int]:
         """Tokens of a text with which an episode begins, after those that the tokenizer puts before one."""
@@ -105,10 +105,10 @@ class Renderer:
         return list(self._cached(text)) if len(text) <= CACHED_CHARS else list(self._encode(text))
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _render(self, messages: list[Message], tools: str, options: Message) -> str:
-        template: Any = self._tokenizer
+        template: Any = self.tokenizer
         if tools:
             options = {**options, "tools": json.loads(tools)}
         return template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)

@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from common.rollouts import Sample
 from launch.resolve_target import load_job
 from rollout_fleet import driver_factory
-from rollout_fleet.driver_factory import build_driver, check_rows
+from rollout_fleet.driver_factory import build_driver, build_drivers, check_rows
 from rollout_fleet.environments import reward_library
 from rollout_fleet.environments.builtin.reward_function import messages_of
 from rollout_fleet.environments.description import check_environment
@@ -489,6 +489,16 @@ def test_names_of_rewards_and_any_of_an_environment_pass_a_launch(
     folder: Path, tasks: dict[str, Any], words: list[str]
 ) -> None:
     launched(folder, tasks, *words)
+
+
+def test_sources_share_the_tokenizer_of_their_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = list[str]()
+    monkeypatch.setattr(driver_factory, "load_tokenizer", lambda path: loaded.append(path) or CharacterTokenizer())
+    (folder / "train.jsonl").write_text(json.dumps(ROW) + "\n")
+    source = {**BOTH, "dataset": str(folder / "train.jsonl")}
+    config = job_of(folder, tasks={"environment": None, "dataset": "", "sources": {"a": source, "b": source}})
+    drivers = build_drivers(config, ScriptedSampler(say), new_host())
+    assert list(drivers) == ["a", "b"] and loaded == [config.model.path]
 
 
 # ---------------------------------------------------------------- failed samples
