@@ -26,6 +26,8 @@ _ABSENT, _COMMITTED, _DEAD, _FILTERED = range(4)
 _NAMES = {_COMMITTED: COMMITTED, _DEAD: DEAD, _FILTERED: COMMITTED}
 _NONE = -(1 << 31)
 _ROW = struct.Struct("<Biiiiid")  # state, attempts, step, lowest and highest version, list of nodes, mean reward
+_SPARE = 9 / 8  # a bytearray that grows has so much room
+_NODE_LIST_BYTES, _REASON_BYTES = 270, 170  # measured, of one each
 
 
 class Location(msgspec.Struct, frozen=True):
@@ -175,6 +177,12 @@ class History:
             filtered=state == _FILTERED,
             source=source,
         )
+
+    @property
+    def memory_bytes(self) -> int:
+        """An estimate of what it takes."""
+        texts = _NODE_LIST_BYTES * len(self._node_lists) + _REASON_BYTES * len(self._reasons)
+        return int(len(self._rows) * _SPARE) + texts
 
     def serials(self) -> Iterator[int]:
         return (serial for serial, state in enumerate(self._rows[:: _ROW.size]) if state != _ABSENT)

@@ -1,9 +1,15 @@
 """Bounds on what one connection may cost: bytes without a complete message, unread replies, and replies a second.
 
 ZeroMQ limits the size of a frame and the number of waiting messages, but not the number of frames of one message. It
-collects them in memory. So the broker watches its own memory. When the groups that it stores do not explain the growth,
-it closes connections without complete messages, those with the most received bytes first. It also closes connections
-that read none of their replies. An innocent client among them reconnects and repeats its request.
+collects them in memory. So the broker watches its own memory. When what it stores does not explain the growth, it
+closes these connections:
+
+    connections whose unfinished message is longer than any that the broker accepts
+    connections on which nothing moves; a client that waits for an answer connects anew sooner by itself
+    connections that read none of their replies
+    half of the other unfinished messages, the shortest first, when the growth exceeds the memory that is left
+
+So a slow upload comes through, however many there are. A client that is cut off reconnects and repeats its request.
 """
 
 import contextlib
@@ -17,6 +23,8 @@ import sys
 import termios
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import psutil
@@ -29,9 +37,11 @@ logger = logging.getLogger(__name__)
 
 UNEXPLAINED_BYTES = 512 << 20  # or twice broker.max_message_bytes
 PATIENCE_S = 3.0  # living nodes and learners send messages more often
+QUIET_TICKS = 20  # a client that waits for an answer connects anew after 8 s in which nothing moves
 CUT_AT_ONCE = 16
 LEAST_BYTES = 1 << 20  # a connection that received less is not closed
 LEAST_UNREAD_BYTES = 64 << 10
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 class TokenBucket:
@@ -55,15 +65,30 @@ class TokenBucket:
         return True
 
 
-class FloodGuard:
-    """Watches the connections of one bound socket, in the socket's thread; growth by `allowed_bytes` is no flood."""
+@dataclass(slots=True)
+class Progress:
+    """The bytes of one connection, as of the last check of an alert."""
 
-    def __init__(self, router: zmq.Socket[bytes], allowed_bytes: int) -> None:
+    received: int
+    begin: int  # bytes received before its unfinished message, as far as known
+    acked: int
+    quiet: int = 0  # checks in a row at which nothing had moved
+    too_long: int = 0  # checks in a row at which its message was too long
+
+
+class FloodGuard:
+    """Watches the connections of one bound socket, in the socket's thread; growth by `allowed_bytes` is no flood.
+
+    A header or payload has at most `max_message_bytes`.
+    """
+
+    def __init__(self, router: zmq.Socket[bytes], allowed_bytes: int, max_message_bytes: int) -> None:
         self.connections: set[int] = set()  # file descriptors, as of the last tick
-        self._limit = own_memory() + allowed_bytes
+        self._start = own_memory()
+        self._allowed = allowed_bytes
+        self._longest = 2 * max_message_bytes + LEAST_BYTES  # with what ZeroMQ adds
         self._since: float | None = None  # begin of an alert, monotonic seconds
-        self._heard: set[int] = set()  # connections that completed a message during the alert
-        self._acked: dict[int, int] = {}  # bytes that each had acknowledged at the last check
+        self._progress: dict[int, Progress] = {}  # by connection, during an alert
         monitor = f"inproc://connections-{secrets.token_hex(8)}"
         router.monitor(monitor, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(shadow=cast(Any, router).context.underlying)
@@ -78,41 +103,79 @@ class FloodGuard:
 
     def heard(self, frame: zmq.Frame) -> None:
         """Note that a complete message arrived on the connection of `frame`."""
-        with contextlib.suppress(zmq.ZMQError, KeyError, ValueError):
-            self._heard.add(int(str(frame.get("__fd"))))
+        with contextlib.suppress(zmq.ZMQError, ValueError):
+            fd = int(str(frame.get("__fd")))
+            received, acked = tcp_bytes(fd)
+            seen = self._progress.setdefault(fd, Progress(received, received, acked))
+            seen.begin = received
+            seen.quiet = seen.too_long = 0
 
     def tick(self, explained_bytes: int) -> None:
-        """Check the memory, about once a second; `explained_bytes` is the size of the groups in memory."""
+        """Check the memory, about once a second; `explained_bytes` is the size of what the broker stores in memory."""
         while self._events.poll(0):
             message = cast("dict[str, Any]", recv_monitor_message(self._events, zmq.NOBLOCK))
-            note = self.connections.add if message["event"] == zmq.EVENT_ACCEPTED else self.connections.discard
-            note(int(message["value"]))
-        if own_memory() - explained_bytes > self._limit:
+            fd = int(message["value"])
+            if message["event"] == zmq.EVENT_ACCEPTED:
+                self.connections.add(fd)
+            else:
+                self.connections.discard(fd)
+                self._progress.pop(fd, None)
+        if self._growth(explained_bytes) > self._allowed:
             with contextlib.suppress(OSError, AttributeError):  # not every C library can
                 ctypes.CDLL(None).malloc_trim(0)  # freed memory of an earlier flood still counts as resident
-        if own_memory() - explained_bytes <= self._limit:
+        growth = self._growth(explained_bytes)
+        if growth <= self._allowed:
             self._since = None
-        elif self._since is None:
+            self._progress.clear()
+            return
+        known = self._since is not None
+        unread = self._look(known)
+        if self._since is None:
             self._since = time.monotonic()
-            self._heard.clear()
-            self._acked.clear()
         elif time.monotonic() - self._since >= PATIENCE_S:
-            self._cut()
+            self._cut(unread, growth > free_memory())
 
     def close(self) -> None:
         """Call it after the socket was closed."""
         self._events.close(linger=0)
 
-    def _cut(self) -> None:
-        counts = {fd: tcp_bytes(fd) for fd in self.connections}
-        silent = ((received, fd) for fd, (received, _) in counts.items() if fd not in self._heard)
-        for received, fd in sorted(silent, reverse=True)[:CUT_AT_ONCE]:
-            if received >= LEAST_BYTES:
-                _cut_off(fd, f"sent {received} bytes and completed no message")
-        for fd, (_, acked) in counts.items():
-            if acked == self._acked.get(fd) and unread_bytes(fd) >= LEAST_UNREAD_BYTES:
-                _cut_off(fd, "does not read its replies")
-        self._acked = {fd: acked for fd, (_, acked) in counts.items()}
+    def _growth(self, explained_bytes: int) -> int:
+        return own_memory() - explained_bytes - self._start
+
+    def _look(self, known: bool) -> list[int]:
+        """Compare all connections with the last check; returns those that read none of their replies since.
+
+        `known`: connections that are new here came after the last check, so their first message is not finished.
+        """
+        unread: list[int] = []
+        for fd in self.connections:
+            received, acked = tcp_bytes(fd)
+            seen = self._progress.get(fd)
+            if seen is None:
+                self._progress[fd] = Progress(received, 0 if known else received, acked)
+                continue
+            if acked == seen.acked and unread_bytes(fd) >= LEAST_UNREAD_BYTES:
+                unread.append(fd)
+            seen.quiet = seen.quiet + 1 if received == seen.received else 0
+            seen.too_long = seen.too_long + 1 if received - seen.begin > self._longest else 0
+            seen.received, seen.acked = received, acked
+        return unread
+
+    def _cut(self, unread: list[int], short: bool) -> None:
+        """Cut off `unread` and the harmful connections; `short`: the machine has little memory left."""
+        unfinished: list[tuple[int, int]] = []
+        for fd, seen in self._progress.items():
+            size = seen.received - seen.begin
+            if seen.too_long >= 2:  # it may have been complete at the first check, and not read yet
+                _cut_off(fd, f"sent {size} bytes and completed no message")
+            elif seen.quiet >= QUIET_TICKS and seen.received >= LEAST_BYTES:
+                _cut_off(fd, f"sent {seen.received} bytes, and then nothing and no message's end")
+            elif size >= LEAST_BYTES:
+                unfinished.append((size, fd))
+        for size, fd in sorted(unfinished)[: min(CUT_AT_ONCE, len(unfinished) // 2)] if short else ():
+            _cut_off(fd, f"sent {size} bytes of a message, the others more")
+        for fd in unread:
+            _cut_off(fd, "does not read its replies")
 
 
 def unread_bytes(fd: int) -> int:
@@ -133,3 +196,12 @@ def own_memory() -> int:
     """Resident bytes of this process that belong to no file."""
     memory = psutil.Process().memory_info()
     return memory.rss - memory.shared
+
+
+def free_memory() -> int:
+    """Bytes that this process can still get from its machine or container."""
+    free = psutil.virtual_memory().available
+    for path in CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or no number: no limit
+            free = min(free, int(Path(path).read_text()) - own_memory())
+    return free

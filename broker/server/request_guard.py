@@ -117,7 +117,8 @@ class RequestGuard:
 
     def watch(self, router: "zmq.Socket[bytes]", max_message_bytes: int) -> None:
         """Begin to cut connections that flood the broker. Call it right after the socket was bound."""
-        self._floods = FloodGuard(router, max(flood_guard.UNEXPLAINED_BYTES, 2 * max_message_bytes))
+        allowed = max(flood_guard.UNEXPLAINED_BYTES, 2 * max_message_bytes)
+        self._floods = FloodGuard(router, allowed, max_message_bytes)
 
     def receive(self, router: "zmq.Socket[bytes]") -> tuple[bytes, Identity | None]:
         """Read the first frame of the next message: its connection and its sender. Raises zmq.Again."""
@@ -144,7 +145,8 @@ class RequestGuard:
     def tick(self) -> None:
         """Run about once a second: read added and revoked keys, and check the broker's memory."""
         if self._floods is not None:
-            self._floods.tick(self._state.tasks.bytes_in_memory)
+            tasks = self._state.tasks
+            self._floods.tick(tasks.bytes_in_memory + tasks.history.memory_bytes)
         if self._ring is not None:
             self._ring.refresh()
 

@@ -4,11 +4,13 @@ import itertools
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import zmq
 
+from broker.contract import LedgerEntry
+from broker.delivery.task_table import History
 from broker.server import flood_guard
 from broker.server.flood_guard import FloodGuard, own_memory, unread_bytes
 from broker.sockets import tcp_bytes
@@ -25,7 +27,9 @@ class Rig:
         self.router = router
         self.memory = 100 * MIB
         patch.setattr(flood_guard, "own_memory", lambda: self.memory)
-        self.guard = FloodGuard(router, 50 * MIB)
+        patch.setattr(flood_guard, "free_memory", lambda: self.free)
+        self.free = 1000 * MIB
+        self.guard = FloodGuard(router, 50 * MIB, 8 * MIB)
         self.port = router.bind_to_random_port("tcp://127.0.0.1")
 
     def read(self) -> None:
@@ -39,11 +43,19 @@ class Rig:
     def connect(self, size: int) -> socket.socket:
         """A client that has sent `size` bytes of a message without an end."""
         client = speaking(self.port)
+        self.guard.tick(0)
+        self.send(client, size)
+        return client
+
+    def send(self, client: socket.socket, size: int) -> None:
+        """Send `size` further bytes, and wait for them."""
+        end = self.received() + size
         for _ in range(-(-size // len(FRAME))):
             client.sendall(FRAME)
-        self.guard.tick(0)
-        until(lambda: sum(tcp_bytes(fd)[0] for fd in self.guard.connections) >= size)
-        return client
+        until(lambda: self.received() >= end)
+
+    def received(self) -> int:
+        return sum(tcp_bytes(fd)[0] for fd in self.guard.connections)
 
 
 @contextmanager
@@ -73,6 +85,7 @@ def is_cut(client: socket.socket) -> bool:
 @pytest.fixture
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flood_guard, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(flood_guard, "QUIET_TICKS", 1)
 
 
 @pytest.mark.usefixtures("no_patience")
@@ -99,6 +112,68 @@ def test_whoever_sends_a_message_without_an_end_is_cut_off_when_memory_grows_and
         rig.guard.tick(0)
         assert not rig.guard.alert
         assert len(rig.guard.connections) <= 2
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_uploads_that_move_come_through_however_many_and_slow_they_are() -> None:
+    with rigged() as rig, ExitStack() as stack:
+        uploads = [stack.enter_context(rig.connect(4 * MIB)) for _ in range(8)]
+        rig.memory = 200 * MIB
+        for _ in range(8):
+            rig.guard.tick(0)
+            for upload in uploads:
+                rig.send(upload, MIB)
+        assert not any(map(is_cut, uploads))
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_a_message_that_is_longer_than_any_is_cut_off_although_it_moves_and_another_one_came_before() -> None:
+    with rigged() as rig, rig.connect(0) as hostile:
+        rig.memory = 200 * MIB
+        rig.guard.tick(0)
+        hostile.sendall(b"\x00\x01?")
+        until(lambda: rig.router.poll(0))
+        rig.read()
+        for _ in range(2):
+            rig.send(hostile, 8 * MIB)
+            rig.guard.tick(0)
+        assert not is_cut(hostile), "two frames of the largest size are a message"
+        rig.send(hostile, 2 * MIB)
+        rig.guard.tick(0)
+        assert not is_cut(hostile), "it may be complete, and not read yet"
+        rig.send(hostile, MIB)
+        rig.guard.tick(0)
+        assert is_cut(hostile)
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_the_shorter_half_of_the_messages_is_cut_off_before_memory_ends_and_the_last_one_comes_through() -> None:
+    with rigged() as rig, ExitStack() as stack:
+        uploads = [stack.enter_context(rig.connect(0)) for _ in range(4)]
+        rig.memory = 200 * MIB
+        rig.guard.tick(0)
+        left = []
+        for free in (101 * MIB, 99 * MIB, 99 * MIB, 99 * MIB):
+            rig.free = free
+            for i, upload in enumerate(uploads):
+                rig.send(upload, (i + 1) * MIB)
+            rig.guard.tick(0)
+            uploads = [upload for upload in uploads if not is_cut(upload)]
+            left.append(len(uploads))
+            until(lambda: rig.guard.tick(1000 * MIB) or len(rig.guard.connections) == left[-1])
+            rig.guard.tick(0)
+        assert left == [4, 2, 1, 1]
+
+
+def test_finished_tasks_explain_the_memory_that_they_take() -> None:
+    """A run of many tasks is no flood."""
+    history = History()
+    before = own_memory()
+    for serial in range(400_000):
+        nodes = [f"node-{serial % 500}", f"node-{serial % 400}"]
+        history.add(LedgerEntry(serial, "dead", 2, nodes, None, None, None, None, reason=f"it failed at {serial}"))
+    grown = own_memory() - before
+    assert 0.8 * grown < history.memory_bytes < 1.3 * grown
 
 
 @pytest.mark.usefixtures("no_patience")
@@ -133,7 +208,7 @@ def test_an_alert_waits_a_while_for_signs_of_life(monkeypatch: pytest.MonkeyPatc
     with rigged() as rig:
         client = rig.connect(0)
         cuts: list[int] = []
-        monkeypatch.setattr(rig.guard, "_cut", lambda: cuts.append(1))
+        monkeypatch.setattr(rig.guard, "_cut", lambda *_: cuts.append(1))
         rig.memory = 200 * MIB
         for _ in range(3):
             rig.guard.tick(0)
