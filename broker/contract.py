@@ -428,7 +428,7 @@ class BrokerStatus(msgspec.Struct, frozen=True):
         return "" if report is None else f"{report.node_id} {report.joined.sentence}"
 
 
-class LedgerEntry(msgspec.Struct, frozen=True):
+class LedgerEntry(msgspec.Struct, frozen=True, gc=False):  # part of no cycle, and there are many
     """One task in the delivery ledger; `nodes` lists every node that ever leased it, in order."""
 
     serial: int

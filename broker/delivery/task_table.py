@@ -25,6 +25,7 @@ DEAD = "dead"
 _ABSENT, _COMMITTED, _DEAD, _FILTERED = range(4)
 _NAMES = {_COMMITTED: COMMITTED, _DEAD: DEAD, _FILTERED: COMMITTED}
 _NONE = -(1 << 31)
+_NAN = float("nan")
 _ROW = struct.Struct("<Biiiiid")  # state, attempts, step, lowest and highest version, list of nodes, mean reward
 _SPARE = 9 / 8  # a bytearray that grows has so much room
 _NODE_LIST_BYTES, _REASON_BYTES = 270, 170  # measured, of one each
@@ -140,20 +141,30 @@ class History:
         return 0 <= serial < len(self._rows) // _ROW.size and self._rows[serial * _ROW.size] != _ABSENT
 
     def add(self, entry: LedgerEntry) -> None:
+        """A broker that continues a long run calls it for millions of tasks before it serves."""
         committed = entry.state == COMMITTED
         at = entry.serial * _ROW.size
-        nodes = (entry.source, *entry.nodes)
         self.committed += committed
         self.dead += not committed
         if at >= len(self._rows):
             self._rows.extend(bytes(at + _ROW.size - len(self._rows)))
-        node_list = self._node_list_ids.setdefault(nodes, len(self._node_lists))
-        if node_list == len(self._node_lists):
+        nodes = (entry.source, *entry.nodes)
+        node_list = self._node_list_ids.get(nodes)
+        if node_list is None:
+            node_list = self._node_list_ids[nodes] = len(self._node_lists)
             self._node_lists.append(nodes)
-        state = (_FILTERED if entry.filtered else _COMMITTED) if committed else _DEAD
-        optional = (_NONE if value is None else value for value in (entry.step, entry.version_min, entry.version_max))
-        reward = float("nan") if entry.reward_mean is None else entry.reward_mean
-        _ROW.pack_into(self._rows, at, state, entry.attempts, *optional, node_list, reward)
+        step, lowest, highest, reward = entry.step, entry.version_min, entry.version_max, entry.reward_mean
+        _ROW.pack_into(
+            self._rows,
+            at,
+            (_FILTERED if entry.filtered else _COMMITTED) if committed else _DEAD,
+            entry.attempts,
+            _NONE if step is None else step,
+            _NONE if lowest is None else lowest,
+            _NONE if highest is None else highest,
+            node_list,
+            _NAN if reward is None else reward,
+        )
         if entry.reason:
             self._reasons[entry.serial] = entry.reason
 

@@ -6,7 +6,8 @@ The work is bounded: one segment's records are read, not their payloads, and the
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,7 +134,20 @@ def _recovered(config: Config, run: RunInfo, store: Store, write_event: Callable
     state = DeliveryState(
         run, events=events, recorder=journal, retain_steps=config.broker.retain_steps, store_id=store.store_id
     )
-    return OpenedState(state, journal, recover(journal, state).records > 0)
+    with _telling(RunDir(config.run.dir).recovering):
+        return OpenedState(state, journal, recover(journal, state).records > 0)
+
+
+@contextmanager
+def _telling(mark: Path) -> Generator[None]:
+    """The file `mark` exists meanwhile: a long history takes long, and `slipstream up` waits."""
+    with suppress(OSError):
+        mark.touch()
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            mark.unlink()
 
 
 def _former_events(path: Path) -> list[BrokerEvent]:

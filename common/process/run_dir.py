@@ -84,6 +84,7 @@ class RunDir:
         self.config = self.path / "config.yaml"
         self.run_json = self.path / "run.json"
         self.broker_json = self.path / "broker.json"
+        self.recovering = self.path / "broker.recovering"  # exists while the broker reads the run's store
         self.status_json = self.path / "status.json"
         self.store = self.path / "store"  # with broker.store: file
         self.redis_json = self.path / "redis.json"  # which store in Redis is this run's, and how far it was seen

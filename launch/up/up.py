@@ -65,7 +65,7 @@ def command(args: argparse.Namespace) -> int:
             need_packages("learner", *["rollout"] * bool(config.rollout.nodes))
         run.prepare(config)
         found.keep(run)
-        for stale in (run.broker_json, run.status_json):
+        for stale in (run.broker_json, run.status_json, run.recovering):
             stale.unlink(missing_ok=True)
         if places:
             print("GPUs of each role:", *table(places), sep="\n", flush=True)
@@ -176,7 +176,10 @@ class Job:
             self.supervisor.kill_all()
 
     def _start(self, flag: DrainFlag) -> None:
-        """The others start when the broker has written its address, unless the job is told to stop before."""
+        """The others start when the broker has written its address, unless the job is told to stop before.
+
+        The broker has little time for that, but as long as it likes to read the run's store.
+        """
         broker, *others = self._specs
         self.supervisor.start(broker)
         deadline = time.monotonic() + BROKER_START_S
@@ -184,7 +187,10 @@ class Job:
             for role in self.supervisor.poll():
                 self._check_end(role)
             if time.monotonic() > deadline:
-                raise SlipstreamError(f"the broker did not come up within {BROKER_START_S:g} s; log: {broker.log}")
+                if not self.run_dir.recovering.exists():
+                    raise SlipstreamError(f"the broker did not come up within {BROKER_START_S:g} s; log: {broker.log}")
+                self._note(f"waiting for the broker, which still reads the run's store; log: {broker.log}")
+                deadline = time.monotonic() + BROKER_START_S
             if flag.wait(POLL_S):
                 return
         for spec in others:

@@ -1,5 +1,6 @@
 """Limits of the broker that follow from others, and what it says when Redis lost the store."""
 
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,15 +13,16 @@ from redis.exceptions import NoPermissionError
 from broker.contract import BrokerEvent
 from broker.delivery.logs import RING_EVENTS
 from broker.delivery.task_table import History, StoredPayload
-from broker.journal import redis_server, redis_store, run_folder
+from broker.journal import recovery, redis_server, redis_store, run_folder
 from broker.journal.file_store import open_file_store
 from broker.journal.recovery import open_state
-from broker.journal.store import Record
+from broker.journal.store import Record, StoreCorrupt
 from broker.server import flood_guard, request_guard
 from broker.server.request_guard import RejectionLog, RequestGuard
 from broker.wire import WireError
 from common.config.schema import TelemetryConfig
 from common.errors import UsageError
+from common.process.run_dir import RunDir
 from tests.rigs.brokers import job, new_state, run_info
 from tests.rigs.refusals import refused
 
@@ -128,3 +130,23 @@ def test_a_broker_goes_on_with_the_newest_events_of_its_run_folder(tmp_path: Pat
     memory = open_state(job(tmp_path), run_info(), lambda event: None, leading)
     memory.close()
     assert list(memory.state.event_log.after(-1)) == kept[-RING_EVENTS:]
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_while_the_broker_reads_its_store_a_file_of_the_run_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    """`slipstream up` waits for as long as it exists."""
+    mark, seen = RunDir(tmp_path).recovering, list[bool]()
+    recover = recovery.recover
+
+    def looking(*args: Any) -> Any:
+        seen.append(mark.exists())
+        if damaged:
+            raise StoreCorrupt("a place", "damaged")
+        return recover(*args)
+
+    monkeypatch.setattr(recovery, "recover", looking)
+    with suppress(StoreCorrupt):
+        open_state(job(tmp_path), run_info(), lambda event: None).close()
+    assert (seen, mark.exists()) == ([True], False)

@@ -19,11 +19,14 @@ from common.process.run_dir import write_json
 from common.run_reader import read_recent
 from launch.cli import main
 from launch.observe.observation import outcome_of
+from launch.up import up
 from launch.up.supervisor import Role, RoleSpec
 from launch.up.up import Job, role_specs
 from tests.rigs.configs import json_of, node_status, prepared, status_of, write_broker, write_job
 from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S, until
+
+DONE = {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10}
 
 
 def test_a_failure_is_said_before_the_others_are_stopped_also_with_a_full_disk(
@@ -49,13 +52,43 @@ def test_a_failure_is_said_before_the_others_are_stopped_also_with_a_full_disk(
 def test_metrics_that_cannot_be_read_end_no_job(config, run, monkeypatch, capsys) -> None:
     run.metrics.mkdir()
     write_broker(run)
-    write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
+    write_json(run.learner_json, DONE)
     job = Job(config, run, {})
     job._specs = [dataclasses.replace(s, argv=["sleep", "600"] if s.name == "broker" else ["true"]) for s in job._specs]
     monkeypatch.setattr(DrainFlag, "install", lambda on_second: DrainFlag())
     assert job.run(plain=True) == 0
     assert "done: 10" in capsys.readouterr().out
     assert job.supervisor.roles["broker"].exit_code == -15, "told by SIGTERM, it could write its ledger"
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_job_waits_for_a_broker_that_reads_a_long_history_and_for_no_other(
+    config, run, monkeypatch, capsys, reads
+) -> None:
+    monkeypatch.setattr(up, "BROKER_START_S", 0.2)
+    job = Job(config, run, {})
+    job._specs = [dataclasses.replace(s, argv=["sleep", "600"] if s.name == "broker" else ["true"]) for s in job._specs]
+    monkeypatch.setattr(DrainFlag, "install", lambda on_second: DrainFlag())
+    note, waited = job._note, list[str]()
+
+    def noted(text: str) -> None:
+        note(text)
+        waited.append(text)
+        if len(waited) == 3:
+            run.recovering.unlink()
+            write_broker(run)
+            write_json(run.learner_json, DONE)
+
+    if not reads:
+        with refused(SlipstreamError, "the broker did not come up within 0.2 s", "broker-0.log"):
+            job.run(plain=True)
+        return
+    run.recovering.touch()
+    monkeypatch.setattr(job, "_note", noted)
+    assert job.run(plain=True) == 0
+    said = capsys.readouterr().out
+    assert said.count("waiting for the broker, which still reads the run's store; log: ") == 3
+    assert "done: 10 of 10" in said
 
 
 @pytest.mark.parametrize("first", ["broker", "learner"])
@@ -77,7 +110,7 @@ def test_a_broker_that_dies_when_the_job_is_done_is_started_again_or_nobody_wait
 ) -> None:
     """Nodes learn from the broker that the job is done. Here they wait for the file that the second broker writes."""
     write_broker(run)
-    write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
+    write_json(run.learner_json, DONE)
     job = Job(config, run, {})
     second, done = tmp_path / "second", tmp_path / "done"
     first_broker = f"until [ -e {done} ]; do sleep 0.05; done; touch {second}; kill -9 $$"
@@ -112,7 +145,7 @@ while True:
 def test_up_serves_the_page_until_the_job_is_done(config, run, monkeypatch, capsys, tmp_path) -> None:
     """The page is the real one; the learner is done when it has got the page's first answer."""
     write_broker(run)
-    write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
+    write_json(run.learner_json, DONE)
     job = Job(config, run, {}, web=True)
     address = f"http://127.0.0.1:{job._specs[-1].argv[-1]}/"
     others = {
@@ -137,7 +170,7 @@ def test_the_page_stays_after_the_job_until_the_next_signal_and_the_run_is_free(
     config, run, monkeypatch, capsys, tmp_path
 ) -> None:
     write_broker(run)
-    write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
+    write_json(run.learner_json, DONE)
     job, flag, freed = Job(config, run, {}, web=True), DrainFlag(), list[bool]()
     address = f"http://127.0.0.1:{job._specs[-1].argv[-1]}/"
     ends = {"broker": ["sleep", "600"]}
@@ -165,7 +198,7 @@ def test_the_page_stays_after_the_job_until_the_next_signal_and_the_run_is_free(
 
 def test_a_page_that_fails_for_good_harms_no_job(config, run, monkeypatch, capsys) -> None:
     write_broker(run)
-    write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
+    write_json(run.learner_json, DONE)
     job = Job(config, run, {}, web=True)
     gone = f"until grep -qs role_gave_up {run.events}; do sleep 0.05; done"
     others = {
