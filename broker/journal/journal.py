@@ -84,7 +84,8 @@ class Journal(Recorder):
         self._tell_if_stuck(state)
         if writer.behind:
             self._write_again(state)
-        if (now := time.monotonic()) >= self._statistics_at:
+        waits = bool(self._told_stuck)  # statistics and snapshots would only fill the queue meanwhile
+        if (now := time.monotonic()) >= self._statistics_at and not waits:
             self._statistics_at = now + STATISTICS_S
             statistics = Statistics.of(state)
             if statistics != self._statistics:
@@ -92,7 +93,8 @@ class Journal(Recorder):
                 self.record(statistics)
         if self._pending:
             self._pending = False
-            if self._written_bytes >= self._segment_bytes and self._written_records >= len(state.tasks.living):
+            grown = self._written_bytes >= self._segment_bytes and self._written_records >= len(state.tasks.living)
+            if grown and not waits:
                 self._compact(state)
             writer.kick()
         return self.seq

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from broker.delivery.moves import Closed
 from broker.journal import journal
-from broker.journal.journal import Writer
-from broker.journal.store import Compaction, Location, Record, StoreBehind
+from broker.journal.journal import Journal, Writer
+from broker.journal.store import Compaction, Location, Record, StoreBehind, StoreUnavailable
+from tests.rigs.brokers import new_state
 from tests.rigs.waiting import LIMIT_S, until
 
 
@@ -79,6 +81,54 @@ def test_a_rewrite_replaces_the_batch_that_the_store_refuses_and_all_that_was_qu
     until(lambda: writer.acknowledged == 3, "the rewrite")
     assert writer.close(LIMIT_S)
     assert (store.written, writer.stuck) == ([3], "")
+
+
+class Full(Failover):
+    """A store whose disk is full from the first snapshot on until `free`."""
+
+    name = "a store"
+    full = True
+
+    def missing(self, locations: Collection[Location]) -> set[Location]:
+        return set()
+
+    def append(self, batch: list[Record], **_: Any) -> None:
+        if self.full:
+            raise StoreUnavailable("no space left")
+        super().append(batch)
+
+    def close(self) -> None:
+        pass
+
+
+def test_while_the_store_cannot_be_written_only_moves_are_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics change every second, and a snapshot may be large; a full disk may stay full for days."""
+    monkeypatch.setattr(journal, "STATISTICS_S", 0.0)
+    monkeypatch.setattr(journal, "RETRY_S", 0.01)
+    store, state = Full(behind=0), new_state()
+    kept = Journal(store, "fsync", segment_bytes=0)  # type: ignore[arg-type]
+    kept.begin(state, 0, 0)
+
+    def happens() -> None:
+        state.stale_results += 1  # one of the statistics
+        kept.end_turn()
+
+    until(lambda: kept.acknowledged == 1, "the first snapshot")
+    until(lambda: happens() or kept.stuck, "a full disk")
+    happens()
+    queued = len(kept._writer._queue)
+    for _ in range(50):
+        happens()
+    assert len(kept._writer._queue) == queued
+    kept.record(Closed())
+    happens()
+    assert len(kept._writer._queue) == queued + 1, "a snapshot has time"
+    store.full = False
+    until(lambda: not kept.stuck, "the disk to be free")
+    before = kept.seq
+    happens()
+    assert kept.seq == before + 2, "statistics and a snapshot"
+    assert kept.close()
 
 
 class PausingPayload(bytes):
