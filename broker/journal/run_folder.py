@@ -15,7 +15,7 @@ from broker.journal.store import StoreFenced
 from common.config.schema import TelemetryConfig
 from common.json_lines import LineFile
 from common.process.files import move_aside
-from common.process.run_dir import AtomicFile, BrokerFile, RunDir, write_atomic
+from common.process.run_dir import AtomicFile, BrokerFile, RunDir, discard_unfinished, write_atomic
 from common.segments import LineThread, SegmentWriter
 from common.transcripts import FAILED_BYTES, SentTranscript, Transcript
 
@@ -59,6 +59,8 @@ class RunFolder:
         self._opened = opened
         self._address = address
         self._status_files = StatusFiles(self.path, opened.state)
+        for path in (RunDir(self.path).ledger_json, RunDir(self.path).status_json):
+            discard_unfinished(path)
         former = RunDir(self.path).ledger_json
         if not opened.recovered and former.exists() and former.stat().st_size > len("[]"):
             move_aside(former)  # to ledger-1.json and so on: it is a record of the run's earlier broker
@@ -78,8 +80,9 @@ class RunFolder:
         """The broker no longer listens."""
         if self._status_files is not None and self._may_write():
             RunDir(self.path).broker_json.unlink(missing_ok=True)
-            self._status_files.write()
+            self._status_files.write_status()
             self._remember()
+            self._status_files.write()  # last, because this process may be killed before a long ledger is written
 
     def close(self) -> None:
         self._events.close()
@@ -138,6 +141,13 @@ class StatusFiles:
             if self._for_commit:
                 self._next_commit_at = now + pause_s
 
+    def write_status(self) -> None:
+        """Write RUN/status.json now; a failure is logged."""
+        try:
+            self._write_status(sync=True)
+        except OSError as error:
+            logger.error("status not written: %s", error)
+
     def write(self) -> None:
         """Write both now, whatever it takes; a failure is logged, since serving matters more."""
         if self._file is not None:
@@ -162,13 +172,16 @@ class StatusFiles:
                     return False
             self._file.write(b"]" if self._serial else b"[]")
             self._file.finish(sync)
-            write_atomic(self._run_dir / "status.json", msgspec.json.encode(self._state.status()), sync=sync)
+            self._write_status(sync)
         except OSError as error:
             logger.error("status not written: %s", error)
             if self._file is not None:
                 self._file.discard()
         self._file = None
         return True
+
+    def _write_status(self, sync: bool) -> None:
+        write_atomic(self._run_dir / "status.json", msgspec.json.encode(self._state.status()), sync=sync)
 
 
 def failed_transcripts(run_dir: Path, telemetry: TelemetryConfig) -> LineThread[SentTranscript] | None:

@@ -275,6 +275,12 @@ class AtomicFile:
         Path(self._temporary).unlink(missing_ok=True)
 
 
+def discard_unfinished(path: Path) -> None:
+    """Remove every AtomicFile of `path` whose writer was killed. Only the one who writes `path` may call it."""
+    for file in path.parent.glob(f".{path.name}.*"):
+        file.unlink(missing_ok=True)
+
+
 def write_atomic(path: Path, data: bytes, mode: int = 0o644, *, sync: bool = True) -> None:
     """Replace `path` by an AtomicFile; with `sync` the new content stays when the machine loses power after this."""
     file = AtomicFile(path, mode)

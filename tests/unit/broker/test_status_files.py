@@ -3,6 +3,8 @@
 import itertools
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,7 +15,8 @@ from broker.delivery.learner_rules import LearnerRules
 from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
 from broker.journal import run_folder
-from broker.journal.run_folder import LINES, StatusFiles
+from broker.journal.recovery import OpenedState
+from broker.journal.run_folder import LINES, RunFolder, StatusFiles
 from broker.server import server as server_module
 from common.rollouts import GroupMeta, Task
 from tests.rigs.brokers import new_state, numbered_state, run_info, serving
@@ -92,6 +95,39 @@ def test_the_last_files_are_on_the_disk_when_they_are_written(tmp_path: Path, mo
     assert not synced
     files.write()
     assert synced
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_a_broker_that_is_killed_while_it_writes_its_last_ledger_has_written_everything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ledger of millions of tasks takes longer than `up` waits. The next broker removes the rest of it."""
+    remembered: list[tuple[str, int]] = []
+    leading: Any = SimpleNamespace(
+        term=SimpleNamespace(lapsed=False), remember=lambda *pointer: remembered.append(pointer)
+    )
+    store = SimpleNamespace(listens_at=lambda address: None)
+    state = state_with(3 * STEP)
+    opened = OpenedState(state, cast(Any, SimpleNamespace(acknowledged=7, store=store)))
+    folder = RunFolder(tmp_path, leading)
+    folder.begin(opened, "tcp://127.0.0.1:1")
+
+    def line(serial: int) -> LedgerEntry:
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(state.tasks, "line", line)
+        folder.finish()
+    cast(Any, folder._status_files)._file._file.close()
+    assert remembered == [("tcp://127.0.0.1:1", 7)]
+    assert msgspec.json.decode((tmp_path / "status.json").read_bytes(), type=BrokerStatus) == state.status()
+    (tmp_path / ".status.json.abcdefgh").touch()
+    assert len(list(tmp_path.glob(".ledger.json.*"))) == 1
+    RunFolder(tmp_path, leading).begin(opened, "tcp://127.0.0.1:2")
+    assert sorted(os.listdir(tmp_path)) == ["broker.json", "events.jsonl", "status.json"]
 
 
 def test_what_was_committed_is_on_disk_at_once(tmp_path: Path) -> None:
