@@ -189,6 +189,16 @@ class History:
             source=source,
         )
 
+    def copy(self) -> "History":
+        """A copy of all of it, which costs little: entries are made of the rows when they are asked for."""
+        copied = History()
+        copied._rows = self._rows.copy()
+        copied._node_lists = self._node_lists.copy()
+        copied._node_list_ids = self._node_list_ids.copy()
+        copied._reasons = self._reasons.copy()
+        copied.committed, copied.dead = self.committed, self.dead
+        return copied
+
     @property
     def memory_bytes(self) -> int:
         """An estimate of what it takes."""

@@ -152,7 +152,6 @@ class Journal(Recorder):
         self.seq += len(payloads)
         state.event_log.add("store_rewritten", groups_written=len(payloads), groups_lost=len(lost))
         logger.warning("%s: %d groups are written again, %d are lost", self.store.name, len(payloads), len(lost))
-        state.tasks.finished = list(state.tasks.history.serials())
         self._writer.rewrite(self._captured(state, payloads))
 
     def _compact(self, state: DeliveryState) -> None:

@@ -123,7 +123,8 @@ class PendingSnapshot(Compaction):
         tasks = state.tasks
         self._tasks = [copy(entry) for entry in tasks.living.values()]  # all that the broker's loop waits for
         self._retained = {step: list(entries) for step, entries in tasks.retained.items()}
-        self._finished = [tasks.history.get(serial) for serial in tasks.finished]
+        self._history = tasks.history.copy() if rewritten is not None else None  # there may be millions in it
+        self._finished = [] if rewritten is not None else [tasks.history.get(serial) for serial in tasks.finished]
         tasks.finished = []
         self._base = Snapshot(
             schema=SCHEMA,
@@ -143,7 +144,9 @@ class PendingSnapshot(Compaction):
         )
 
     def finished(self) -> bytes | None:
-        return encode_finished(self._finished) if self._finished else None
+        history = self._history
+        entries = self._finished if history is None else [history.get(serial) for serial in history.serials()]
+        return encode_finished(entries) if entries else None
 
     def snapshot(self, history: int) -> bytes:
         tasks = [SavedTask(*_surviving(entry), location=_place(entry.stored)) for entry in self._tasks]

@@ -322,9 +322,10 @@ class RedisStore(Store):
                 sets, locations = self._payloads([record])
                 self.term.run(sets)
                 self._wrote(locations)
-        finished = compaction.finished()
-        grown = history + (finished is not None)
-        data = _encode(LogBatch(self.term.number, [(compaction.seq, compaction.snapshot(grown), None)]))
+        with self.term.renewing():  # all finished tasks of a long run take longer than a term, too
+            finished = compaction.finished()
+            grown = history + (finished is not None)
+            data = _encode(LogBatch(self.term.number, [(compaction.seq, compaction.snapshot(grown), None)]))
         arguments = (expected, compaction.seq, data, history, finished or b"", self._about)
         self.term.write(self._prefix, [], "compact", *arguments)
         self.is_new = False

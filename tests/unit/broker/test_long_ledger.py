@@ -3,11 +3,15 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from broker.client.connection import BrokerClient
 from broker.contract import LEDGER_LINES, LedgerEntry
 from broker.delivery.learner_rules import LearnerRules
 from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
+from broker.delivery.task_table import History
+from broker.journal.records import PendingSnapshot, decode_finished
 from broker.server.flood_guard import own_memory
 from tests.rigs.brokers import new_state, node_report, serving, tasks
 from tests.rigs.waiting import LIMIT_S
@@ -55,6 +59,23 @@ def test_a_million_tasks_are_told_in_bounded_memory_while_others_are_answered() 
         assert highest - before < MOST_BYTES
         pages = TASKS / LEDGER_LINES
         assert len(answers_s) > pages / 50, "nobody waits until the whole ledger is told"
+
+
+def test_the_brokers_loop_does_not_wait_until_all_finished_tasks_are_written_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Redis has failed over and lost records: the store's thread makes the entries, as of the moment of the copy."""
+    state = long_state()
+    history = state.tasks.history
+    del history._rows[29 * 1000 :]
+    history.add(LedgerEntry(1000, "dead", 2, ["n0", "n1"], None, None, None, None, reason="broken"))
+    entries = state.ledger()[:1001]
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "get", None)
+        rewrite = PendingSnapshot(state, 1, rewritten=[])
+    history.add(LedgerEntry(1001, "committed", 1, ["n2"], 0, 0, 0, 0.5))
+    assert decode_finished(rewrite.finished() or b"") == entries
+    assert PendingSnapshot(new_state(), 1, rewritten=[]).finished() is None
 
 
 def test_the_unfinished_tasks_of_a_long_ledger_are_one_short_page() -> None:

@@ -12,6 +12,7 @@ import pytest
 from broker.delivery.learner_rules import LearnerRules
 from broker.journal import leader_election
 from broker.journal.leader_election import LeaderElection
+from broker.journal.records import PendingSnapshot
 from broker.journal.recovery import OpenedState, open_state
 from broker.journal.redis_server import check_server, open_client
 from broker.journal.redis_store import TERM_S, RedisStore, Term
@@ -205,6 +206,27 @@ def test_a_full_disk_ends_no_leader_and_what_its_folder_lacks_is_written_once_th
     memory.close()
     folder.close()
     leader.term.resign()
+
+
+def test_a_leader_that_needs_long_to_encode_its_state_stays_the_leader(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker.journal.redis_store.RENEW_S", 0.05)
+    rig = rig_of(server).begin()
+    rig.settle()
+    term = rig.store.term
+
+    class Slow(PendingSnapshot):
+        def finished(self) -> bytes | None:
+            before = term.ends
+            until(lambda: term.ends > before, "the term to be renewed")
+            return super().finished()
+
+    rig.journal.seq += 1
+    rig.journal._writer.put(Slow(rig.state, rig.journal.seq, rewritten=[]))
+    rig.settle()
+    assert rig.journal.acknowledged == rig.journal.seq
+    ended(rig)
 
 
 def test_a_standby_leaves_an_emptied_server_to_the_living_leader_which_writes_everything_again(
