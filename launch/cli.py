@@ -7,12 +7,14 @@ Exit code 3 is a failure that a restart of the same role would meet again.
 import argparse
 import errno
 import importlib
+import io
 import os
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -156,7 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def refuse(command: str, why: str, code: int) -> int:
-    print(f"slipstream {command}: {why}", file=sys.stderr)
+    with suppress(OSError):  # a closed one, or a full disk
+        print(f"slipstream {command}: {why}", file=sys.stderr)
     return code
 
 
@@ -178,6 +181,8 @@ def run() -> NoReturn:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if CHECKOUT is not None and str(CHECKOUT) not in paths:  # children do not search the current folder for it
         os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), *filter(None, paths)])
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None when it is closed
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows '?'
     leave(main())
 
 
@@ -239,7 +244,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def commands_by_group() -> str:
-    width = shutil.get_terminal_size().columns - 2
+    width = max(40, shutil.get_terminal_size().columns - 2)
     indent = " " * 18
     lines: list[str] = []
     for group, names in GROUPS.items():

@@ -71,9 +71,9 @@ def keep_freed_memory(one_heap: bool = False) -> bool:
 
 def leave(code: int) -> NoReturn:
     """End at once: after torch or vLLM, tearing the interpreter down takes seconds and prints leaks of libraries."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for flush in (logging.shutdown, lambda: sys.stdout.flush(), lambda: sys.stderr.flush()):
+        with suppress(Exception):  # a closed descriptor or a full disk changes no exit code
+            flush()
     os._exit(code)
 
 

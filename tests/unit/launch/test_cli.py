@@ -1,5 +1,6 @@
 """The command line: every bad input ends with exit code 2 and a line that says what to do."""
 
+import os
 import re
 import signal
 import socket
@@ -291,3 +292,17 @@ def test_missing_package_is_explained(monkeypatch, job, capsys):
     for _ in ("of a plugin", "ours"):
         with pytest.raises(ModuleNotFoundError):
             main(["rollout", str(job)])
+
+
+@pytest.mark.parametrize("broken", [">&-", "2>&-", "2>/dev/full", ">&- 2>&-"])
+def test_output_that_goes_nowhere_changes_no_exit_code(tmp_path: Path, broken: str) -> None:
+    command = f"{sys.executable} -m launch.cli status {tmp_path / 'none'} {broken}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done
+
+
+def test_a_terminal_of_two_columns_without_utf_8_shows_what_it_can() -> None:
+    environment = os.environ | {"COLUMNS": "2", "PYTHONIOENCODING": "ascii"}
+    words = [sys.executable, "-m", "launch.cli", "doctor"]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout and not done.stderr, done
