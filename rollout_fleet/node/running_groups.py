@@ -296,11 +296,11 @@ class RunningGroups:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         samples = [t.result() for t in tasks]
-        if order is None:
+        if order is None:  # it trains
             samples = await driver.compared(samples, problem)
-        for sample in samples:
-            if sample.error is not None:
-                self._parts.status.sample_failed(sample.stop_reason)
+            for sample in samples:
+                if sample.error is not None:
+                    self._parts.status.sample_failed(sample.stop_reason)
         return CompletedGroup.of(task, samples, group.seconds())
 
     async def _play(self, driver: EpisodeDriver, group: RunningGroup, problem: dict[str, Any], index: int) -> Sample:

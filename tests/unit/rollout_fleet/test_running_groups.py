@@ -10,6 +10,7 @@ import pytest
 
 from broker.contract import Lease
 from common.errors import SlipstreamError
+from common.evaluation import EvaluationOrder
 from common.rollouts import Task, VersionRun, decode_group, encode_group
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.protocol import Action, StepResult
@@ -83,6 +84,10 @@ def test_a_failed_sample_is_counted_by_its_reason_and_leaves_the_reward_mean() -
     (done,) = roll(groups, addition_task(2, group_size=4))
     assert (done.meta.failed_samples, done.meta.reward_mean, done.failure) == (2, 1.0, None)
     assert status.report().samples_failed == {"environment_error": 2}
+    lease = Lease(addition_task(2, group_size=4), "token", 1, 0.0, evaluation=EvaluationOrder(0, 0, 1.0))
+    held_out = asyncio.run(groups.roll_out(RunningGroup(lease, 0.0)))
+    assert held_out.meta.failed_samples == 2
+    assert status.report().samples_failed == {"environment_error": 2}, "of the training alone"
     sampler = ScriptedSampler(lambda _: ValueError("not in this vocabulary"))
     (none,) = roll(running(make_driver(sampler, Addition)), addition_task(0))
     assert "environment_error" in str(none.failure) and "vocabulary" in str(none.failure)
