@@ -19,6 +19,11 @@ class Waste(msgspec.Struct, frozen=True):
 WasteByReason = Annotated[dict[Name, Waste], Meta(max_length=64)]
 
 
+def learner_waste(wasted: int, masked: int) -> dict[str, Waste]:
+    """The learner's own tokens since step 0: `masked` in training, and the others of `wasted` in failed samples."""
+    return {"failed": Waste(wasted - masked), "masked": Waste(masked)}
+
+
 def add_waste(counts: dict[str, Waste], reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
     """Count what nodes report under `reason`, clipped to the limits of the wire, so that a status always decodes."""
     before = counts.get(reason, Waste())

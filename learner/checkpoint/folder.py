@@ -15,6 +15,7 @@ import msgspec
 from broker.contract import WeightChange
 from common.errors import SlipstreamError
 from common.process.files import pretty_json, remove_folder, replace_folder, sync
+from common.waste import Waste, learner_waste
 from learner.checkpoint.best import BEST_FILE, Best
 
 STATE_FILE = "trainer.json"
@@ -51,6 +52,11 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     tokens_wasted_total: int = 0
     tokens_masked_total: int = 0
     files: dict[str, int] = {}  # size in bytes of every file in `model/`, by its path there; empty in older checkpoints
+
+    @property
+    def waste(self) -> dict[str, Waste]:
+        """By reason, as in a LearnerReport."""
+        return learner_waste(self.tokens_wasted_total, self.tokens_masked_total)
 
 
 def read_checkpoint(path: Path) -> TrainerState:

@@ -306,7 +306,8 @@ def prepare_lead(
             known = before.incarnation if (before := client.status().learner) else -1
     reporter = StatusReporter(lambda: connect(access), None if several else run_dir.logs)
     state = files.start(source.digest, reporter.take_over, known)
-    reporter.set("starting", WaitFor(WaitKind.MODEL), policy_version=state.policy_version)
+    reporter.resume(state)
+    reporter.set("starting", WaitFor(WaitKind.MODEL))
     credentials = curve_credentials(config.broker.credentials)
     weights = msgspec.structs.replace(config.weights, address=address or config.weights.address)
     publisher = WeightPublisher(state.incarnation, config.model.dtype, weights, credentials=credentials)

@@ -76,11 +76,11 @@ class RunFiles:
         self.commit: Callable[[int], None] = lambda step: None  # gets the last step of a checkpoint that is durable
 
     def start(
-        self, dataset_digest: str, take_over: Callable[[int, int], None] | None = None, known: int = -1
+        self, dataset_digest: str, take_over: Callable[[int, TrainerState], None] | None = None, known: int = -1
     ) -> TrainerState:
         """Note that a learner starts; returns the state from which it does: the newest checkpoint's, or version 0.
 
-        `take_over` gets the incarnation and the version known so far; no other learner can commit after it has
+        `take_over` gets the incarnation and the state known so far; no other learner can commit after it has
         returned. `known`: the newest incarnation that others know. Raises UsageError when the checkpoints are another
         run's, or were trained on another dataset.
         """
@@ -89,7 +89,7 @@ class RunFiles:
         record = read_record(self._run_dir)
         self.incarnation = max(record.incarnation if record else -1, state.incarnation, known) + 1
         if take_over is not None:
-            take_over(self.incarnation, state.policy_version)
+            take_over(self.incarnation, state)
             state = self._newest(dataset_digest)  # until then a living learner may have completed a checkpoint
         for name in self.checkpoints.remove_incomplete():
             self.events.add("incomplete_checkpoint_removed", name=name)

@@ -19,6 +19,7 @@ from common.process.logs import log_end, log_path
 from common.span_buffer import SPANS
 from common.waits import NO_WAIT, WaitFor, WaitKind
 from common.weights.source.nodes import Undelivered
+from learner.checkpoint.folder import TrainerState
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +47,19 @@ class StatusReporter:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="learner-reporter", daemon=True)
 
-    def take_over(self, incarnation: int, policy_version: int) -> None:
-        """Claim the role: from now on the broker refuses the requests of any other learner.
+    def take_over(self, incarnation: int, state: TrainerState) -> None:
+        """Claim the role: from now on the broker refuses the requests of any other learner. `state`: known so far.
 
         Raises BrokerUnreachable, or BrokerError when another process of this or a later incarnation has come.
         """
-        self.update(incarnation=incarnation, policy_version=policy_version, step=policy_version)
+        self.update(incarnation=incarnation)
+        self.resume(state)
         with closing(self._connect()) as client:
             client.report(self.snapshot())
+
+    def resume(self, state: TrainerState) -> None:
+        """Report version and waste of the state from which the learner starts. Totals must not fall at a restart."""
+        self.update(policy_version=state.policy_version, step=state.policy_version, waste=state.waste)
 
     def start(self, undelivered: Callable[[], Sequence[Undelivered]] = tuple) -> None:
         """Report from a thread, which calls `undelivered` for the broadcasts that nodes still lack."""

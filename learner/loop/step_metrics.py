@@ -13,7 +13,7 @@ from broker.contract import BrokerStatus
 from common.errors import SlipstreamError
 from common.metrics import AGE_CLASSES, StepMetrics
 from common.span_buffer import SPANS
-from common.waste import WASTE_REASONS, Waste, merged_waste, wasted_tokens
+from common.waste import WASTE_REASONS, Waste, learner_waste, merged_waste, wasted_tokens
 from common.weights.source.nodes import PublishStats
 from learner.backend_protocol import StepResult
 from learner.batch.batch import BatchStatistics, SourceFigures, TrainingBatch
@@ -63,8 +63,7 @@ class Totals:
 
     def waste(self) -> dict[str, Waste]:
         """By reason, as in a LearnerReport."""
-        masked = self.tokens_masked_total
-        return {"failed": Waste(self.tokens_wasted_total - masked), "masked": Waste(masked)}
+        return learner_waste(self.tokens_wasted_total, self.tokens_masked_total)
 
 
 NO_AGES: Sequence[float] = (0.0,) * len(AGE_CLASSES)

@@ -19,6 +19,7 @@ from common.process.run_dir import RunDir
 from common.security.credentials import KeyFolder
 from launch.cli import main
 from launch.keys import make
+from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop.status_reporter import StatusReporter
 from rollout_fleet.node.heartbeat import BrokerTimeout, Heartbeat
 from rollout_fleet.node.node_status import NodeStatusTracker
@@ -132,7 +133,7 @@ def test_nodes_and_the_learner_send_the_ends_of_their_logs(served, tmp_path, cap
         (logs / f"{name}.log").write_text(f"the end of {name}\n")
     access = Access(address=served.address, role="learner")
     reporter = StatusReporter(lambda: connect(access), logs)
-    reporter.take_over(2, 7)
+    reporter.take_over(2, TrainerState(policy_version=7, incarnation=1, tasks=StreamState()))
     reporter.start()
     status = NodeStatusTracker("n1")
     node = Heartbeat(lambda: connect_node(access), status, BrokerTimeout(LIMIT_S, ""), 0.1, logs / "rollout-n1.log")

@@ -17,6 +17,7 @@ from broker.contract import RunInfo
 from common.config.schema import Config
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.process.run_dir import BrokerFile, RunDir, find_broker, write_json
+from common.waste import Waste
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
 from learner.loop.lead_rank import LeadRank, prepare_lead
 from learner.loop.run_files import RunFiles, read_record, write_record
@@ -78,7 +79,12 @@ def complete(folder: CheckpointFolder, version: int, dataset_digest: str, incarn
     """Write a checkpoint of `version`."""
     folder.begin(version).mkdir()
     state = TrainerState(
-        policy_version=version, incarnation=incarnation, tasks=StreamState(), dataset_digest=dataset_digest
+        policy_version=version,
+        incarnation=incarnation,
+        tasks=StreamState(),
+        dataset_digest=dataset_digest,
+        tokens_wasted_total=3 * version,
+        tokens_masked_total=2 * version,
     )
     folder.finish(state)
 
@@ -153,14 +159,17 @@ def test_a_learner_that_still_lives_commits_nothing_that_its_successor_has_not_r
     complete_and_commit(1)
     take_over = StatusReporter.take_over
 
-    def at_the_last_moment(self: StatusReporter, incarnation: int, policy_version: int) -> None:
+    def at_the_last_moment(self: StatusReporter, incarnation: int, state: TrainerState) -> None:
         complete_and_commit(2)
-        take_over(self, incarnation, policy_version)
+        take_over(self, incarnation, state)
+        reported = first.broker.status().learner
+        assert reported is not None and reported.waste == {"failed": Waste(1), "masked": Waste(2)}
 
     monkeypatch.setattr(StatusReporter, "take_over", at_the_last_moment)
     second, state = prepare(config)
     assert (state.policy_version, state.incarnation) == (2, 1)
     assert second.reporter.snapshot().policy_version == 2
+    assert second.reporter.snapshot().waste == {"failed": Waste(2), "masked": Waste(4)}, "before the first step"
     with refused(BrokerError, "incarnation 0", "incarnation 1"):
         complete_and_commit(3)
     first.files.events.close()

@@ -11,6 +11,7 @@ from common.errors import BrokerUnreachable
 from common.span_buffer import SpanBuffer
 from common.waits import WaitFor, WaitKind, sentence
 from common.weights.source.nodes import Undelivered
+from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop import status_reporter
 from learner.loop.status_reporter import SHOWN_DELIVERIES, StatusReporter
 from learner.loop.step_metrics import StallMeter
@@ -43,7 +44,7 @@ class Sink:
 def test_a_change_of_state_is_sent_at_once_or_when_the_broker_is_back_and_the_last_one_always() -> None:
     sink = Sink()
     reporter = StatusReporter(lambda: sink, Path())
-    reporter.take_over(incarnation=3, policy_version=7)
+    reporter.take_over(3, TrainerState(policy_version=7, incarnation=2, tasks=StreamState()))
     reporter.update(weights_address="tcp://127.0.0.1:5")
     assert [r.state for r in sink.reports] == ["starting"]
     sink.failures = 2
