@@ -57,7 +57,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     correction_clip_fraction: Annotated[float, metric("trained tokens whose weight was truncated")]
     correction_masked_fraction: Annotated[OptFloat, metric("trained tokens whose weight was out of bounds: 0")] = UNSET
     veto_fraction: Annotated[OptFloat, metric("trained tokens in samples that correction_veto left out")] = UNSET
-    effective_sample_fraction: Annotated[OptFloat, metric("Kish's effective sample size, per trained token")] = UNSET
+    effective_sample_fraction: Annotated[
+        OptFloat, metric("Kish's effective sample size, per trained token: of the ratios where nothing corrects them")
+    ] = UNSET
     objective_clip_fraction: Annotated[OptFloat, metric("trained tokens in the clipped branch")] = UNSET
     mismatch_abs_mean: Annotated[
         float,

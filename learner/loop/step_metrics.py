@@ -17,7 +17,7 @@ from common.waste import WASTE_REASONS, Waste, learner_waste, merged_waste, wast
 from common.weights.source.nodes import PublishStats
 from learner.backend_protocol import StepResult
 from learner.batch.batch import BatchStatistics, SourceFigures, TrainingBatch
-from learner.loss.token_diagnostics import ratio_quantile
+from learner.loss.token_diagnostics import BIN_WIDTH, HALF_BINS, LINEAR_BELOW, ratio_quantile
 
 SHOWN_S = 1e-4  # shorter parts are not in the trace
 # Returns that vary less leave nothing to be explained. The second figure is a share of their mean square: sums of
@@ -101,7 +101,10 @@ def loss_figures(result: StepResult) -> LossFigures:
     by_age = sums.get("tokens_by_age", NO_AGES)
     drifts = zip(sums.get("mismatch_by_age", NO_AGES), by_age, strict=True)
     mismatch = [total / max(count, 1.0) for total, count in drifts]
-    squares = sums.get("weight_squared", 0.0)
+    weight, squares = sums.get("weight", 0.0), sums.get("weight_squared", 0.0)
+    effective = weight**2 / squares / tokens if squares else 0.0
+    if weight == squares:  # no correction: every weight is 1, or 0 of a sample that the veto left out
+        effective = min(effective, _effective_share(bins))
 
     def mean(name: str) -> float:
         """Per loss token."""
@@ -117,7 +120,7 @@ def loss_figures(result: StepResult) -> LossFigures:
         "correction_clip_fraction": mean("correction_clipped"),
         "correction_masked_fraction": mean("correction_masked"),
         "veto_fraction": mean("vetoed"),
-        "effective_sample_fraction": sums["weight"] ** 2 / squares / tokens if squares else 0.0,
+        "effective_sample_fraction": effective,
         "objective_clip_fraction": mean("objective_clipped"),
         "mismatch_abs_mean": mismatch[0] if by_age[0] else mean("mismatch"),
         "drift_abs_mean": mean("mismatch"),
@@ -128,6 +131,16 @@ def loss_figures(result: StepResult) -> LossFigures:
         "teacher_tail_mean": mean("teacher_tail"),
         "routing_mismatch_fraction": sums.get("routing_changed", 0.0) / max(sums.get("routing_replayed", 0.0), 1.0),
     }
+
+
+def _effective_share(bins: Sequence[float]) -> float:
+    """Kish's effective sample size of the ratios, per token, from the centres of `ratio_bins`; 1 of no tokens."""
+    if not any(bins):
+        return 1.0
+    counts = np.asarray(bins)
+    steps = np.arange(-HALF_BINS, HALF_BINS + 1)
+    ratios = np.exp(np.sign(steps) * LINEAR_BELOW * np.expm1(np.abs(steps) * BIN_WIDTH))
+    return float((counts @ ratios) ** 2 / (counts @ ratios**2) / counts.sum())
 
 
 class CriticFigures(TypedDict, total=False):

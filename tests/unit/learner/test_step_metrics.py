@@ -89,6 +89,26 @@ def test_quantiles_come_from_the_histogram() -> None:
     assert found["ratio_p1"] < found["ratio_p50"] == 1.0 < found["ratio_p99"] < 1.001
 
 
+@pytest.mark.parametrize("kept", [400, 40])
+def test_without_a_correction_the_effective_sample_is_that_of_the_ratios(kept: int) -> None:
+    drift = torch.randn(400, generator=torch.Generator().manual_seed(1)) * 1.5
+    mask = torch.ones(400, dtype=torch.bool)
+    counts = {name: value.tolist() for name, value in token_counts(mask, drift, None).items()}
+    ratios = drift.exp()
+    expected = float(ratios.sum() ** 2 / ratios.square().sum() / 400)
+    assert 0.1 < expected < 0.3
+
+    def found(weights: torch.Tensor) -> float:
+        sums = {"weight": float(weights.sum()), "weight_squared": float(weights.square().sum())}
+        return loss_figures(StepResult(0.1, 400, 1.0, 0.1, counts | sums, {}))["effective_sample_fraction"]
+
+    ones = (torch.arange(400) < kept).float()  # a veto leaves the others out
+    assert found(ones) == pytest.approx(min(expected, kept / 400), rel=0.03)
+    truncated = ratios.clamp(max=2.0)
+    share = float(truncated.sum() ** 2 / truncated.square().sum() / 400)
+    assert found(truncated) == pytest.approx(share) and share > 2 * expected, "tis has bounded them"
+
+
 def test_a_step_without_tokens_has_zeros() -> None:
     found = loss_figures(StepResult(0.0, 0, 0.0, 0.0, {}, {}))
     assert all(value in (0.0, [0] * 6) for value in found.values())
