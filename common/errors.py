@@ -94,6 +94,10 @@ def meant(word: str, choices: Iterable[str], otherwise: str) -> str:
     return f"did you mean '{near}'?" if near else otherwise
 
 
+class DiskFull(SlipstreamError):
+    """A file cannot be written until there is room on its disk."""
+
+
 class BrokerError(SlipstreamError):
     """The broker refused a request; the message says why."""
 

@@ -26,12 +26,11 @@ from broker.journal.store import (
     StoreUnavailable,
 )
 from common.errors import UsageError
-from common.process.files import sync
+from common.process.files import FULL, sync
 from common.process.lock_file import AlreadyLocked, take_lock
 from common.process.run_dir import write_atomic
 
 SCHEMA = 1
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StoreInfo(msgspec.Struct, frozen=True):

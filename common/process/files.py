@@ -1,10 +1,13 @@
 """File operations that several packages share."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
 
 import msgspec
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errno of an OSError that ends when there is room again
 
 
 def sync(path: Path) -> None:

@@ -1,7 +1,6 @@
 """The run folder: its paths, atomic files, where the broker listens, and whether a config belongs to the run."""
 
 import contextlib
-import errno
 import os
 import socket
 import subprocess
@@ -19,7 +18,7 @@ from common.config.loading import dump_yaml, load_either
 from common.config.network_checks import fixed_address
 from common.config.schema import BaseConfig
 from common.config.scorers import OPERATION
-from common.errors import BrokerUnreachable, SlipstreamError, UsageError
+from common.errors import BrokerUnreachable, DiskFull, SlipstreamError, UsageError
 from common.json_lines import LineFile, decoder_of
 from common.process import files
 from common.process.files import pretty_json
@@ -129,7 +128,7 @@ class RunDir:
         """Create the folder and write the resolved config.yaml and run.json.
 
         Raises OtherRun when the folder has a run of a config that does not agree with this one. Raises UsageError when
-        the folder cannot be written, SlipstreamError when the disk is full.
+        the folder cannot be written, DiskFull when the disk is full.
         """
         self.check_agrees(config)
         try:
@@ -206,7 +205,7 @@ def _changeable(config: BaseConfig) -> tuple[str, ...]:
 
 def unwritable(key: str, folder: Path, error: OSError) -> SlipstreamError:
     """The error about a place that `key` names: UsageError unless the disk is full."""
-    kind = SlipstreamError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UsageError
+    kind = DiskFull if error.errno in files.FULL else UsageError
     return kind(f"{key}: {folder} cannot be written: {error}")
 
 

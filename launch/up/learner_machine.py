@@ -32,7 +32,7 @@ from common.process.logs import log_end, log_path, setup_logging
 from common.process.run_dir import RunDir
 from common.process.versions import versions
 from launch.cluster.interface import NCCL, Interface, interface_for
-from launch.up.ranks import learner_environment, torchrun
+from launch.up.ranks import learner_environment, prepare, torchrun
 from launch.up.supervisor import Role, RoleSpec
 from learner.loop.run_files import LearnerRecord, read_record
 
@@ -54,7 +54,7 @@ def run_machine(config: BaseConfig, run: RunDir, address: str) -> int:
     Raises UsageError when the machines do not fit together, HopelessError when too few of them come.
     """
     interface = interface_for(address, config.learner.interface)
-    run.prepare(config)
+    prepare(config, run)
     host = socket.gethostname()
     setup_logging("launcher", host, run.logs, config.telemetry.log_level)
     logger.info("%s: the ranks use interface %s (%s)", host, interface.name, interface.address)

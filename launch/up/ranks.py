@@ -3,10 +3,12 @@
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from common.config.schema import BaseConfig
+from common.errors import DiskFull
 from common.process.run_dir import RunDir
 from common.process.versions import versions
 from launch.cluster.interface import keep_gloo_here, use_for_weights
@@ -16,6 +18,7 @@ from launch.up.devices import compute_capability
 SHUTDOWN_TIMEOUT_S = 300
 BLACKWELL = 10.0  # compute capability
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+ROOM_S = 5.0  # between two looks at a full disk
 
 
 def slurm_machines() -> int:
@@ -26,7 +29,7 @@ def slurm_machines() -> int:
 
 def become_torchrun(config: BaseConfig, run: RunDir, broker: str = "") -> NoReturn:
     """Replace this process, so that signals and exit codes are torchrun's own."""
-    run.prepare(config)
+    prepare(config, run)
     ranks = str(config.learner.world_size)
     command = torchrun(run, ["--nproc-per-node", ranks], ["--broker", broker] if broker else [])
     keep_gloo_here()
@@ -34,6 +37,20 @@ def become_torchrun(config: BaseConfig, run: RunDir, broker: str = "") -> NoRetu
         use_for_weights(config.rl, config.rl.weights.address)
     sys.stdout.flush()
     os.execvpe(command[0], command, {**os.environ, **learner_environment(config)})
+
+
+def prepare(config: BaseConfig, run: RunDir) -> None:
+    """`run.prepare`, once the disk has room: no restart is used up meanwhile. Raises OtherRun and UsageError as it."""
+    told = False
+    while True:
+        try:
+            run.prepare(config)
+            return
+        except DiskFull as error:
+            if not told:
+                sys.stderr.write(f"{error}; the learner starts when there is room\n")
+                told = True
+            time.sleep(ROOM_S)
 
 
 def torchrun(run: RunDir, options: Sequence[str], words: Sequence[str]) -> list[str]:

@@ -117,10 +117,20 @@ class CheckpointFolder:
         """
         return self._folder / f".step-{version:06d}.{self._token}.tmp"
 
+    def lacks_room(self) -> bool:
+        """Whether the disk is too full for one more checkpoint like the newest; raises OSError."""
+        newest = next(reversed(self.steps().values()), None)
+        files = newest.rglob("*") if newest is not None else ()
+        return shutil.disk_usage(self._folder).free <= sum(path.stat().st_size for path in files)
+
+    def remove_scratch(self, version: int) -> None:
+        """Remove what was written of version `version`, as far as that is possible."""
+        shutil.rmtree(self.scratch(version), ignore_errors=True)
+
     def begin(self, version: int) -> Path:
         """Make an empty scratch folder for `version`; returns the (not yet existing) folder for the backend."""
         scratch = self.scratch(version)
-        shutil.rmtree(scratch, ignore_errors=True)
+        self.remove_scratch(version)
         scratch.mkdir(parents=True)
         return scratch / MODEL_FOLDER
 

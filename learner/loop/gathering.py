@@ -99,12 +99,12 @@ class Gathering:
         if refused:
             self._broker.regenerate(step, refused)
             self.given_back.groups += len(refused)
-            self._files.events.add("groups_regenerated", step=step, groups=len(refused), first_serial=min(refused))
+            self._files.note("groups_regenerated", step=step, groups=len(refused), first_serial=min(refused))
             return None
         if not self._filter(step, flat, len(taken)):
             return None
         if self.is_replayed(step):
-            self._files.events.add("replay", step=step, groups=len(taken))
+            self._files.note("replay", step=step, groups=len(taken))
         self._tasks.consume([group.serial for group in taken])
         self.prepared = {serial: found.prepared for serial, found in ready.items()}
         self._ahead.begin(step + 1, len(taken) if step + 1 < self._config.run.steps else 0)
@@ -143,7 +143,7 @@ class Gathering:
         self.replaced = min(len(flat), most_replaced(size))
         self.missing = size + self.replaced - taken
         if self.missing <= 0 and flat and len(flat) == taken:
-            self._files.events.add("step_without_signal", step=step, groups=taken)
+            self._files.note("step_without_signal", step=step, groups=taken)
             logger.warning("step %d trains nothing: in each of %d groups all rewards are equal", step, taken)
         return self.missing <= 0
 
@@ -180,7 +180,7 @@ class Gathering:
                 usable.append(found)
                 continue
             logger.error("%s; it is generated again", found)
-            self._files.events.add("bad_group", serial=found.serial, node=found.node_id, reason=found.reason)
+            self._files.note("bad_group", serial=found.serial, node=found.node_id, reason=found.reason)
             self._bad[found.serial] += 1
             if self._bad[found.serial] >= BAD_GROUP_ATTEMPTS:
                 raise HopelessError(f"unusable {BAD_GROUP_ATTEMPTS} times: {found}")

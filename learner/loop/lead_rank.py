@@ -93,7 +93,7 @@ class LeadRank(RolloutSource):
         self.broker.evaluate(None, [], [])  # an earlier learner may have left a round
         self._watch.begin(version)
         if not self.tasks.attach(attached):
-            self.files.events.add("tasks_renumbered", step=version)
+            self.files.note("tasks_renumbered", step=version)
             logger.warning("the broker knows less than the checkpoint; tasks not yet consumed are offered again")
         if version > 0:
             self.broker.commit(version - 1)  # the last learner may have been killed just before it
@@ -148,7 +148,7 @@ class LeadRank(RolloutSource):
         logger.warning("%s; attaching to the broker again", why)
         self.reporter.set("waiting", WaitFor(WaitKind.OTHER_STORE), policy_version=step)
         self.tasks.follow(self.broker.attach(self.reporter.snapshot()))
-        self.files.events.add("store_followed", step=step)
+        self.files.note("store_followed", step=step)
         self._status = None
         self._gathering.forget()
         return Save() if step < self.config.run.steps else Wait()
@@ -211,7 +211,7 @@ class LeadRank(RolloutSource):
         self._status = status = self.broker.status()
         absent = set(self.config.telemetry.profile_nodes) - {n.report.node_id for n in status.nodes if n.alive}
         if absent and step.batch.step in self.config.telemetry.profile_steps:
-            self.files.events.add("profile_nodes_absent", step=step.batch.step, nodes=", ".join(sorted(absent)))
+            self.files.note("profile_nodes_absent", step=step.batch.step, nodes=", ".join(sorted(absent)))
         published = self.publisher.stats()
         self.reporter.update(waste=step.totals.waste())
         if step.batch.statistics.tokens_unused:
@@ -256,7 +256,7 @@ class LeadRank(RolloutSource):
 
     def _hand_over(self, version: int, canary: Canary | None) -> None:
         size = self.publisher.publish(version, self._tensors(), canary, self._adapters())
-        self.files.events.add("publish", version=version, bytes=size)
+        self.files.note("publish", version=version, bytes=size)
         if self.evaluations is not None:
             self.evaluations.published(version, bool(self._watch.paused))
 

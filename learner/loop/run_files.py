@@ -13,6 +13,7 @@ from common.errors import UsageError
 from common.evaluation import dataset_names
 from common.json_lines import EventFile
 from common.metrics import EvaluationMetrics, Metrics
+from common.process.files import FULL
 from common.process.lifecycle import alive, birth_of
 from common.process.run_dir import MetricsWriter, RunDir, write_json
 from common.run_reader import read_tail
@@ -71,6 +72,7 @@ class RunFiles:
         self.evaluated = set[tuple[int, str]]()  # versions and datasets with a metrics line
         self.incarnation = 0  # which start of the learner this is
         self._metrics: MetricsWriter | None = None
+        self._unwritten: list[Metrics] = []  # lines for which the disk has no room yet, oldest first
         self._closed = False
         self.recorded: Callable[[Metrics], None] = lambda line: None  # gets every line of the metrics
         self.commit: Callable[[int], None] = lambda step: None  # gets the last step of a checkpoint that is durable
@@ -92,14 +94,14 @@ class RunFiles:
             take_over(self.incarnation, state)
             state = self._newest(dataset_digest)  # until then a living learner may have completed a checkpoint
         for name in self.checkpoints.remove_incomplete():
-            self.events.add("incomplete_checkpoint_removed", name=name)
+            self.note("incomplete_checkpoint_removed", name=name)
         step = state.policy_version
         path = self.checkpoints.path(step) if step else ""
         digest = hashlib.sha256(msgspec.json.encode(self._config, order="sorted")).hexdigest()[:16]
         if path and state.config_digest != digest:
             logger.warning("the config changed since %s was written", path)
         write_record(self._run_dir, self.incarnation, "running", step)
-        self.events.add("learner_started", incarnation=self.incarnation, step=step, checkpoint=str(path))
+        self.note("learner_started", incarnation=self.incarnation, step=step, checkpoint=str(path))
         return msgspec.structs.replace(state, incarnation=self.incarnation, config_digest=digest)
 
     def _newest(self, dataset_digest: str) -> TrainerState:
@@ -136,14 +138,30 @@ class RunFiles:
             logger.error("events.jsonl cannot be written: %s", error)
 
     def record(self, line: Metrics) -> None:
-        """Append a line. That of an evaluation may decide which checkpoint is best."""
-        assert self._metrics is not None
-        self._metrics.write(line)
+        """Append a line, or keep it while the disk is full. That of an evaluation may decide which checkpoint is best.
+
+        Raises OSError when the file cannot be written for another reason.
+        """
+        self._unwritten.append(line)
+        try:
+            self._write_lines()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            told = f"metrics.jsonl waits for room, {len(self._unwritten)} lines so far: {error.strerror}"
+            logger.error("%s; free some space", told)
         self.recorded(line)
         if self.checkpoints.best is not None:
             self.checkpoints.best.note(line)
             if isinstance(line, EvaluationMetrics):
                 self._prune()
+
+    def _write_lines(self) -> None:
+        """Append the lines that are not in the file yet; raises OSError."""
+        assert self._metrics is not None
+        while self._unwritten:
+            self._metrics.write(self._unwritten[0])
+            del self._unwritten[0]
 
     def _prune(self) -> None:
         """Choose the best checkpoint again; training continues when that fails."""
@@ -158,11 +176,25 @@ class RunFiles:
         Raises OSError before the checkpoint is durable; nothing is committed then.
         """
         assert self._metrics is not None
+        self._write_lines()
         self._metrics.sync()
         path = self.checkpoints.finish(state)
         self.commit(state.policy_version - 1)
         self.note("checkpoint", version=state.policy_version, path=str(path))
         self._prune()
+
+    def skip_checkpoint(self, version: int, reason: str) -> bool:
+        """Remove what is left of a checkpoint that failed; returns whether the disk is full: then training goes on."""
+        try:
+            full = self.checkpoints.lacks_room()
+            self.checkpoints.remove_scratch(version)
+        except OSError as error:
+            logger.warning("the folder of the checkpoints cannot be read: %s", error)
+            return False
+        if full:
+            logger.error("%s; the disk is full: free some space, and the next checkpoint is written", reason)
+            self.note("checkpoint_skipped", version=version, reason=reason)
+        return full
 
     def quarantine(self, serial: int, payload: bytes) -> None:
         """Keep a group that does not decode in RUN/quarantine, where there is room for it."""
@@ -191,4 +223,8 @@ class RunFiles:
         self.note("learner_stopped", state=state, step=version, reason=reason)
         self.events.close()
         if self._metrics is not None:
+            try:
+                self._write_lines()
+            except OSError as error:
+                logger.error("metrics.jsonl lacks its last %d lines: %s", len(self._unwritten), error)
             self._metrics.close()

@@ -29,7 +29,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,36 +69,64 @@ class Checkpointer:
         self._writing = False
         self._state: TrainerState | None = None  # belongs to the one being written; on the lead rank only
 
-    def start(self, version: int, state: TrainerState | None, wait: bool) -> None:
+    def start(self, version: int, state: TrainerState | None, wait: bool, needed: bool) -> None:
         """Begin the checkpoint of `version`, unless there is one; with `wait` it is complete on return.
 
-        `state` is the loop's, on the lead rank. Raises SlipstreamError when this checkpoint or the last one
-        cannot be written.
+        `state` is the loop's, on the lead rank. One that is not `needed` is skipped while the disk is full. Raises
+        SlipstreamError when this checkpoint or the last one cannot be written.
         """
         if version != self._started:
             self.poll(wait=True)
-            self._backend.start_checkpoint(self._begin(version))
             self._started = version
-            self._writing = True
             self._state = state
+            try:
+                self._backend.start_checkpoint(self._begin(version))
+                self._writing = True
+            except SlipstreamError as error:
+                self._skip(error, needed)
         if wait:
-            self.poll(wait=True)
+            self.poll(wait=True, needed=needed)
 
-    def poll(self, wait: bool = False) -> None:
+    def poll(self, wait: bool = False, needed: bool = False) -> None:
         """Finish the checkpoint that is being written, if every rank has written its share; with `wait` they have.
 
-        Raises SlipstreamError when it could not be written; the one before it stays the newest.
+        Raises SlipstreamError when it could not be written, and it is `needed` or the disk is not full; the one before
+        it stays the newest.
         """
-        if not self._writing or not self._backend.checkpoint_done(wait):
+        if not self._writing:
+            return
+        try:
+            if not self._backend.checkpoint_done(wait):
+                return
+        except SlipstreamError as error:
+            self._skip(error, needed)
             return
         self._writing = False
+        told = b""
         if self._files is not None and self._state is not None:
             try:
                 self._files.finish_checkpoint(self._state)
             except OSError as error:
-                raise SlipstreamError(
-                    f"checkpoint of version {self._started} could not be completed: {error}"
-                ) from error
+                told = str(error).encode()
+        if told := self._backend.broadcast_bytes(told if self._files is not None else None):
+            what = f"checkpoint of version {self._started} could not be completed: {told.decode()}"
+            self._skip(SlipstreamError(what), needed)
+
+    def _skip(self, error: SlipstreamError, needed: bool) -> None:
+        """Give up a checkpoint that failed on every rank; raises `error` unless a later one may do and find room."""
+        if needed:
+            raise error
+        version = self._started
+        self._started = -1  # a drain of this version writes it again
+        self._writing = False
+        if self._backend.critic is not None:
+            with suppress(SlipstreamError):
+                self._backend.checkpoint_done(True)  # the critic may still write its part
+        told = None
+        if self._files is not None:
+            told = bytes([self._files.skip_checkpoint(version, str(error))])
+        if not any(self._backend.broadcast_bytes(told)):
+            raise error
 
     def _begin(self, version: int) -> Path:
         """The backend's new folder, the same on every rank."""
@@ -297,7 +325,8 @@ class Trainer:
             if self.files is not None:
                 changed = {"policy_version": self.version, "tasks": self.source.stream_state(), **vars(self.totals)}
                 state = msgspec.structs.replace(self.state, **changed)
-            self._checkpoints.start(self.version, state, wait or not self.config.learner.checkpoint.asynchronous)
+            synchronous = not self.config.learner.checkpoint.asynchronous
+            self._checkpoints.start(self.version, state, wait or synchronous, needed=wait)
 
     def _report(self, state: str, wait: WaitFor) -> None:
         self.source.report(state, wait, self.version)

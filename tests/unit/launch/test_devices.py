@@ -1,5 +1,6 @@
 """`up` on machines with GPUs, told by what each role is started with; nvidia-smi is a script, no GPU is needed."""
 
+import errno
 import sys
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from common.config.checks import resolve_paths
 from common.config.loading import load_config
 from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
-from common.process import install
+from common.process import install, run_dir
 from common.process.versions import INSTALL_BRIDGE, versions
 from launch.up import devices, ranks
 from launch.up.devices import Place, assign, check_devices, rounding_problems, table
@@ -214,6 +215,24 @@ def test_torchrun_gets_the_environment_of_the_ranks(machine: Path, tmp_path: Pat
     ranks.become_torchrun(config, prepared(config))
     given = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "OMP_NUM_THREADS": "3"}
     assert given.items() <= started[0].items()
+
+
+def test_a_learner_waits_for_room_before_it_starts(machine: Path, tmp_path: Path, monkeypatch, capfd) -> None:
+    config, tries = job(tmp_path), [OSError(errno.EDQUOT, "quota"), OSError(errno.ENOSPC, "full")]
+    run, dump = prepared(config), run_dir.dump_yaml
+
+    def written(config: Config) -> str:
+        if tries:
+            raise tries.pop()
+        return dump(config)
+
+    monkeypatch.setattr(run_dir, "dump_yaml", written)
+    monkeypatch.setattr(ranks, "ROOM_S", 0.0)
+    started: list[str] = []
+    monkeypatch.setattr(ranks.os, "execvpe", lambda program, command, env: started.append(program))
+    ranks.become_torchrun(config, run)
+    assert started and not tries
+    assert capfd.readouterr().err.count("the learner starts when there is room") == 1
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

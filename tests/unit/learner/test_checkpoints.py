@@ -7,15 +7,18 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 
 from common.errors import SlipstreamError
+from common.json_lines import EventFile, LineFile
 from learner.checkpoint import folder as checkpointing
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState, read_checkpoint
 from learner.loop import run_files
+from learner.loop.batch_source import Command
 from tests.rigs.refusals import refused
 from tests.unit.learner.loop_fakes import Killed, MakeWorld, World
 
@@ -235,6 +238,60 @@ def test_a_complete_checkpoint_is_committed_whatever_fails_after_it(
     assert world.run() == "done"
     assert [step for step, _ in world.broker.commits] == [1, 3]
     assert ("events.jsonl cannot" if event else "older checkpoints could not be removed") in caplog.text
+
+
+def test_the_run_goes_on_through_a_full_disk_and_loses_no_line(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing can be written in steps 3 to 5, whose checkpoints fail; that of version 7 is complete again."""
+    world = make_world(run={"steps": 8}, learner=saving(every=1))
+    lead, backend, line = world.lead, world.backend, LineFile.write
+    start = lead.next_command
+
+    def write(file: LineFile, written: msgspec.Struct) -> None:
+        full() if backend.disk_full else line(file, written)
+
+    def turn(step: int) -> Command:
+        backend.disk_full = 3 <= step < 6
+        free = 0 if backend.disk_full else 1 << 40
+        monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+        return start(step)
+
+    monkeypatch.setattr(LineFile, "write", write)
+    lead.next_command = turn
+    assert world.run() == "done"
+    assert [line.step for line in world.lines()] == list(range(8))
+    assert [step for step, _ in world.broker.commits] == [0, 1, 2, 6, 7]
+    assert "metrics.jsonl waits for room, 1 lines" in caplog.text and "the disk is full: free some" in caplog.text
+    assert not list(world.run_dir.checkpoints.glob(".*")), "leftovers take no room"
+
+
+def test_a_checkpoint_that_finds_no_room_at_a_drain_ends_the_learner(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(run={"steps": 4}, learner=saving(every=9))
+    monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    world.backend.disk_full = True
+    with refused(SlipstreamError, "no space left"):
+        world.run()
+
+
+def test_a_complete_checkpoint_whose_lines_find_no_room_waits_for_the_next_period(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(run={"steps": 6}, learner=saving())
+    write = world.lead.files.checkpoints.finish
+    monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    world.lead.files.checkpoints.finish = lambda state: full() if state.policy_version == 4 else write(state)
+    assert world.run() == "done"
+    assert [step for step, _ in world.broker.commits] == [1, 5]
+    assert "checkpoint_skipped" in world.event_kinds()
+
+
+def test_a_learner_starts_while_its_events_find_no_room(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world(run={"steps": 2})
+    monkeypatch.setattr(EventFile, "add", full)
+    assert world.restart().run() == "done"
 
 
 def test_a_full_disk_does_not_replace_the_error_that_ended_the_learner(
