@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -16,7 +16,10 @@ from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import RunDir
 from launch.up.supervisor import DRAIN_S
 
+T = TypeVar("T")
 ANSWER_S = 60.0  # a busy controller answers late
+AGAIN_S = 5.0  # before a refused request is repeated
+LONGEST_S = 600.0  # a controller that restarts, or fails over
 POLL_S = 1.0
 
 
@@ -68,6 +71,22 @@ def slurm(*words: str) -> str:
     if done.returncode:
         raise SlurmError(" ".join((done.stderr or done.stdout or f"{words[0]} failed").split()))
     return done.stdout.strip()
+
+
+def repeated(work: Callable[[], T], tell: Callable[[str], None], until: float) -> T:
+    """Call `work` again after a SlurmError, until the Unix time `until` and at most for LONGEST_S; returns its answer.
+
+    Raises the last SlurmError.
+    """
+    end = min(until, time.time() + LONGEST_S)
+    while True:
+        try:
+            return work()
+        except SlurmError as error:
+            if (left := end - time.time()) <= 0:
+                raise
+            tell(f"{error}; asked again for {left:.0f} s")
+            time.sleep(min(AGAIN_S, left))
 
 
 def tasks_of(ids: Sequence[str]) -> list[Task]:

@@ -25,7 +25,7 @@ from common.errors import EXIT_DONE, EXITS_FOR_GOOD, HopelessError, SlipstreamEr
 from common.process.lifecycle import SUPERVISOR_ENV, DrainFlag
 from common.process.run_dir import RunDir
 from launch.cluster.interface import routed
-from launch.cluster.slurm.jobs import SlurmError, end_run, over_file, read_jobs, slurm, unfinished
+from launch.cluster.slurm.jobs import SlurmError, end_run, over_file, read_jobs, repeated, slurm, unfinished
 from launch.up.supervisor import DRAIN_S, FIRST_BACKOFF_S, LONGEST_BACKOFF_S, describe_exit
 
 BROKER_WAIT_S = 600.0
@@ -87,7 +87,10 @@ class RoleJob:
             return code
         fate, until = self._fate()
         if fate == "runs":  # otherwise Slurm has sent SIGTERM to the role, too
-            slurm("scancel", "--signal=TERM", self.id) if self._is_step else process.terminate()
+            if self._is_step:
+                repeated(lambda: slurm("scancel", "--signal=TERM", self.id), say, until)
+            else:
+                process.terminate()
         while (code := process.poll()) is None and time.time() < until:
             time.sleep(POLL_S)
         return code or EXIT_DONE
@@ -128,10 +131,11 @@ class RoleJob:
 
     def _finish(self, code: int) -> None:
         """Requeue this job, leave it to Slurm, or end the others."""
-        fate = self._fate()[0] if self.flag.is_set else "runs"
+        fate, until = self._fate() if self.flag.is_set else ("runs", float("inf"))
         if self.flag.reason == "SIGTERM" and fate == "runs":
-            say(f"{self.role}: drained ahead of the limit; requeued")
-            slurm("scontrol", "requeue", self.id)
+            say(f"{self.role}: drained ahead of the limit")
+            repeated(lambda: slurm("scontrol", "requeue", self.id), say, until + BEFORE_LIMIT_S)
+            say(f"{self.role}: requeued")
             return
         if self.flag.reason == "SIGUSR1" or fate == "comes_back":
             told = "comes back" if fate == "comes_back" else "has left"
@@ -139,11 +143,18 @@ class RoleJob:
             return
         self._over.parent.mkdir(exist_ok=True)
         self._over.touch()  # before the look at the others, because several may end at the same time
+        try:
+            repeated(lambda: self._end_others(code, fate == "cancelled"), say, until)
+        except SlipstreamError as error:  # the job has the role's exit code all the same
+            hint = f"end them with `slipstream slurm {self.run_dir.path} --cancel`"
+            say(f"{error}; the run's other jobs may go on: {hint}")
+
+    def _end_others(self, code: int, cancelled: bool) -> None:
+        """End the run's other jobs, unless the run needs no end. Raises SlurmError."""
         others = any(task.stays for task in unfinished(self.run_dir, read_jobs(self.run_dir).fleet))
         if self.role != "fleet" or (code != EXIT_DONE and not others):
-            told = "cancelled" if fate == "cancelled" else "over"
-            say(f"{self.role}: {told}; the run's other jobs end")
-            end_run(self.run_dir, say, 0.0 if fate == "cancelled" else DRAIN_S)
+            say(f"{self.role}: {'cancelled' if cancelled else 'over'}; the run's other jobs end")
+            end_run(self.run_dir, say, 0.0 if cancelled else DRAIN_S)
 
 
 def say(text: str) -> None:

@@ -3,15 +3,20 @@
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 
 import msgspec
 import pytest
 
-from common.errors import UsageError
-from common.process.run_dir import RunDir
+from common.errors import EXIT_DONE, EXIT_HOPELESS, UsageError
+from common.process.run_dir import RunDir, write_json
 from launch.cli import main
+from launch.cluster.slurm import jobs, role_job
 from launch.cluster.slurm.container import paths
+from launch.cluster.slurm.jobs import SlurmError
+from launch.cluster.slurm.role_job import RoleJob
 from launch.cluster.slurm.submit import parse_bounds, parse_options, wanted_nodes
 from launch.observe.advisor import Advice
 from tests.rigs.configs import job_of, prepared, refusal, write_job
@@ -223,3 +228,85 @@ def test_the_advice_is_followed_within_bounds_and_only_for_the_fleet_it_is_about
     assert wanted_nodes(more, live=3, nodes=5, bounds=(2, 6)) == 5  # two nodes still start
     assert wanted_nodes(window, live=3, nodes=3, bounds=(2, 6)) == 3
     assert wanted_nodes(None, live=0, nodes=0, bounds=(2, 6)) == 2
+
+
+# ---------------------------------------------------------------- a controller that does not answer
+
+
+@pytest.fixture
+def slurm_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Makes every command of Slurm fail as often as told, by its first two words; returns what was asked."""
+
+    def make(failures: dict[str, int], **answers: str) -> list[str]:
+        asked: list[str] = []
+
+        def answer(*words: str) -> str:
+            name = " ".join(words[:2])
+            asked.append(name)
+            if failures.get(name, 0):
+                failures[name] -= 1
+                raise SlurmError("Unable to contact slurm controller")
+            return answers.get(words[0], "")
+
+        for module in (jobs, role_job):
+            monkeypatch.setattr(module, "slurm", answer)
+        monkeypatch.setattr(jobs, "AGAIN_S", 0.01)
+        monkeypatch.setattr(role_job.signal, "signal", lambda *_: None)
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        return asked
+
+    return make
+
+
+RUNNING = "JobId=7 JobState=RUNNING EndTime=2100-01-01T00:00:00"
+
+
+def test_a_requeue_that_the_controller_refuses_is_repeated_and_told_when_it_is_done(
+    tmp_path: Path, slurm_of: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = slurm_of({"scontrol requeue": 2}, scontrol=RUNNING)
+    drained = RoleJob(prepared(job_of(tmp_path)), "learner", ["true"])
+    drained.flag.set("SIGTERM")
+    assert drained.run() == EXIT_DONE
+    assert asked.count("scontrol requeue") == 3
+    said = capsys.readouterr().out
+    assert said.count("Unable to contact") == 2 and said.rstrip().endswith("learner: requeued")
+
+
+def test_a_requeue_that_is_refused_to_the_end_fails_the_job_and_is_not_told_as_one(
+    tmp_path: Path, slurm_of: Callable[..., list[str]], capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    slurm_of({"scontrol requeue": 1000}, scontrol=RUNNING)
+    monkeypatch.setattr(jobs, "LONGEST_S", 0.05)
+    drained = RoleJob(prepared(job_of(tmp_path)), "learner", ["true"])
+    drained.flag.set("SIGTERM")
+    with refused(SlurmError, "Unable to contact"):
+        drained.run()
+    assert "requeued" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("failures", [2, 1000])
+def test_a_learner_that_ends_for_good_keeps_its_exit_code_while_the_queue_cannot_be_read(
+    tmp_path: Path, slurm_of: Callable[..., list[str]], capsys: pytest.CaptureFixture[str], monkeypatch, failures: int
+) -> None:
+    asked = slurm_of({"squeue --me": failures})
+    monkeypatch.setattr(jobs, "LONGEST_S", 0.1)
+    run = prepared(job_of(tmp_path))
+    write_json(run.slurm_jobs, jobs.Jobs(learner="7"))
+    learner = RoleJob(run, "learner", ["sh", "-c", f"exit {EXIT_HOPELESS}"])
+    assert learner.run() == EXIT_HOPELESS
+    said = capsys.readouterr().out
+    assert ("jobs may go on" in said) == (failures > 2) and asked.count("squeue --me") > failures % 1000
+
+
+def test_a_step_is_told_to_drain_until_the_controller_takes_it(
+    tmp_path: Path, slurm_of: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "srun").write_text("#!/bin/sh\nexec sleep 1\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    asked = slurm_of({"scancel --signal=TERM": 2}, scontrol=RUNNING)
+    step = RoleJob(prepared(job_of(tmp_path)), "learner", ["srun"])
+    Timer(0.2, step.flag.set, ["SIGUSR1"]).start()
+    assert step.run() == EXIT_DONE
+    assert asked.count("scancel --signal=TERM") == 3
