@@ -13,7 +13,7 @@ import zmq
 
 from common.config.network_checks import is_loopback, is_wildcard, split_address
 from common.errors import UsageError
-from common.process.local_address import bracketed, local_address
+from common.process.local_address import bracketed, local_address, needs_ipv6
 from common.security.credentials import KEY, MAKE, Credential
 from common.security.curve import HANDSHAKE_MS, CurveGate, Handshakes, secure_client
 
@@ -121,7 +121,7 @@ def connect_dealer(
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     dealer.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-    dealer.setsockopt(zmq.IPV6, int("[" in address))
+    dealer.setsockopt(zmq.IPV6, int(needs_ipv6(address)))
     _notice_vanished_peers(dealer)
     if credential is not None:
         try:
@@ -176,7 +176,8 @@ def _in_use(address: str) -> UsageError:
     )
 
 
-ELSEWHERE = ("192.0.2.1", 9)  # documentation's own network: asking the routing table about it sends nothing
+# Documentation's own networks: asking the routing table about them sends nothing.
+ELSEWHERE = {socket.AF_INET: ("192.0.2.1", 9), socket.AF_INET6: ("2001:db8::1", 9)}
 
 
 def bindable(address: str, authenticated: bool) -> str:
@@ -220,13 +221,16 @@ def reachable(endpoint: str) -> str:
     host, port = split_address(endpoint)
     if not is_wildcard(host):
         return endpoint
-    return f"tcp://{next((ip for ip in _own_ips() if not is_loopback(ip)), '127.0.0.1')}:{port}"
+    families = (socket.AF_INET, socket.AF_INET6)[: 2 if ":" in host else 1]
+    own = (ip for family in families for ip in _own_ips(family) if not is_loopback(ip))
+    return f"tcp://{bracketed(next(own, '127.0.0.1'))}:{port}"
 
 
-def _own_ips() -> Iterator[str]:
+def _own_ips(family: socket.AddressFamily) -> Iterator[str]:
     """The IP of the interface that leads elsewhere, then those known under this machine's name."""
     with contextlib.suppress(OSError):
-        yield local_address(*ELSEWHERE)
+        yield local_address(*ELSEWHERE[family])
     with contextlib.suppress(OSError):
-        for *_, where in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM):
-            yield str(where[0])
+        for *_, where in socket.getaddrinfo(socket.gethostname(), None, family, socket.SOCK_STREAM):
+            if not str(where[0]).startswith("fe80:"):  # known on its own link only
+                yield str(where[0])

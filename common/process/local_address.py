@@ -2,6 +2,7 @@
 
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -11,6 +12,21 @@ def local_address(host: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as connection:
         connection.connect(target)
         return str(connection.getsockname()[0])
+
+
+def needs_ipv6(address: str) -> bool:
+    """Whether 'tcp://HOST:PORT' is an IPv6 address or the name of a host that has no other. It looks the name up.
+
+    ZeroMQ looks for an address of one family only, and for none of IPv4 once its option IPV6 is set.
+    """
+    if "[" in address or not address.startswith("tcp://"):
+        return "[" in address
+    host, _ = host_and_port(address)
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(OSError):
+            socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)
+            return family == socket.AF_INET6
+    return False
 
 
 def host_and_port(address: str) -> tuple[str, int]:

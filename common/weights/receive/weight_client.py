@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from common.errors import SlipstreamError
-from common.process.local_address import this_machine
+from common.process.local_address import needs_ipv6, this_machine
 from common.security.credentials import Credential
 from common.security.curve import Handshakes, secure_client
 from common.span_buffer import SPANS
@@ -115,7 +115,7 @@ class WeightClient:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_LEARNER_MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.IPV6, int("[" in address))
+        self._socket.setsockopt(zmq.IPV6, int(needs_ipv6(address)))
         if self._credential is not None:
             secure_client(self._socket, self._credential, self._credential.learner_public)
         self._handshakes = Handshakes(self._socket, f"the learner's weight plane at {address}", self._credential)

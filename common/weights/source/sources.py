@@ -19,6 +19,7 @@ from torch import Tensor
 
 from common.config.schema import WeightsConfig
 from common.errors import SlipstreamError
+from common.process.local_address import needs_ipv6
 from common.process.wake import Wake
 from common.security.credentials import load_credential
 from common.security.curve import secure_client
@@ -157,7 +158,7 @@ class RemoteSource:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IPV6, int("[" in lead.address))
+        self._socket.setsockopt(zmq.IPV6, int(needs_ipv6(lead.address)))
         if credentials is not None:
             keys = load_credential(credentials, "learner")
             secure_client(self._socket, keys, keys.learner_public)

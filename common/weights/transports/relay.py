@@ -25,6 +25,7 @@ import msgspec
 import torch
 import zmq
 
+from common.process.local_address import needs_ipv6
 from common.security.curve import give_password
 from common.weights.wire.failures import Damaged, GivenUp, Late, Mismatch
 from common.weights.wire.messages import Publish
@@ -290,7 +291,7 @@ class SourceConnection:
         self._socket.setsockopt(zmq.RCVHWM, 2 * WINDOW)
         self._socket.setsockopt(zmq.SNDHWM, 2 * WINDOW)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST + TAG_BYTES)
-        self._socket.setsockopt(zmq.IPV6, int("[" in address))
+        self._socket.setsockopt(zmq.IPV6, int(needs_ipv6(address)))
         give_password(self._socket, password)
         self._connected = False
 

@@ -13,10 +13,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
+from broker import sockets
 from broker.client.connect import Access, connect, connect_node
 from broker.contract import LearnerReport
 from broker.server.server import BrokerServer
+from broker.sockets import connect_dealer
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.security.credentials import KeyFolder, load_credential
 from common.security.curve import BROKEN_S
@@ -206,6 +209,64 @@ def test_with_keys_a_broker_listens_beyond_loopback_and_tells_an_address_that_ca
         assert not any(part in server.address for part in ("0.0.0.0", "[::]")) and server.address[-2:] != ":0"
         with connect(access(server, "observer", keys)) as observer:
             assert observer.status().address == server.address
+
+
+def names(known: dict[tuple[str, int], str]) -> Callable[..., Any]:
+    """A resolver that knows the addresses of these names and families, and no other."""
+
+    def look(host: str, port: object, family: int = 0, *_: object, **__: object) -> list[Any]:
+        found = [(f, 0, 0, "", (ip, 0)) for (name, f), ip in known.items() if name == host and family in (0, f)]
+        if not found:
+            raise socket.gaierror(socket.EAI_NONAME, "no address")
+        return found
+
+    return look
+
+
+NAMES = {
+    ("six", socket.AF_INET6): "fd00::5",
+    ("both", socket.AF_INET6): "fd00::5",
+    ("both", socket.AF_INET): "10.0.0.5",
+}
+
+
+@pytest.mark.parametrize(
+    ("host", "version"), [("six", 1), ("both", 0), ("unknown", 0), ("10.0.0.5", 0), ("[fd00::5]", 1)]
+)
+def test_a_client_asks_for_ipv6_where_the_brokers_name_has_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, host: str, version: int
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", names(NAMES))
+    with zmq.Context() as context:
+        dealer, handshakes = connect_dealer(context, f"tcp://{host}:7", b"i", 1 << 20)
+        assert dealer.getsockopt(zmq.IPV6) == version
+        handshakes.close()
+        dealer.close()
+
+
+@pytest.mark.parametrize(
+    ("bound", "known", "routed", "told"),
+    [
+        ("tcp://[::]:7", {}, {socket.AF_INET6: "fd00::5"}, "tcp://[fd00::5]:7"),
+        ("tcp://[::]:7", {}, {socket.AF_INET: "10.0.0.5", socket.AF_INET6: "fd00::5"}, "tcp://10.0.0.5:7"),
+        ("tcp://[::]:7", {socket.AF_INET: "127.0.1.1", socket.AF_INET6: "fd00::6"}, {}, "tcp://[fd00::6]:7"),
+        ("tcp://[::]:7", {socket.AF_INET6: "fe80::1%eth0"}, {}, "tcp://127.0.0.1:7"),
+        ("tcp://0.0.0.0:7", {socket.AF_INET6: "fd00::6"}, {socket.AF_INET6: "fd00::5"}, "tcp://127.0.0.1:7"),
+    ],
+)
+def test_a_broker_on_every_interface_tells_its_ipv6_address_where_it_has_no_other(
+    monkeypatch: pytest.MonkeyPatch, bound: str, known: dict[int, str], routed: dict[int, str], told: str
+) -> None:
+    def local(host: str, port: int) -> str:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        if family not in routed:
+            raise OSError("Network is unreachable")
+        return routed[family]
+
+    monkeypatch.setattr(sockets, "local_address", local)
+    monkeypatch.setattr(socket, "getaddrinfo", names({("me", family): ip for family, ip in known.items()}))
+    monkeypatch.setattr(socket, "gethostname", lambda: "me")
+    assert sockets.reachable(bound) == told
 
 
 def _has_ipv6() -> bool:
