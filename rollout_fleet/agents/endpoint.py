@@ -9,6 +9,7 @@ Served: POST /v1/chat/completions (tools, streams), /v1/completions, /v1/respons
 import asyncio
 import json
 import logging
+import os
 import secrets
 from collections.abc import Iterable
 from functools import partial
@@ -27,6 +28,7 @@ from rollout_fleet.episode.rendering import Message
 logger = logging.getLogger(__name__)
 
 BODY_BYTES = 32 << 20
+HOST = "127.0.0.1"
 Said = dict[str, list[Message]]  # an episode's conversations by the id of the response that ended them
 
 
@@ -96,6 +98,7 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
         self.base_url = ""
+        _bypass_proxies()  # now: the client of an agent reads the variables when it is made
 
     async def open(self, conversation: Conversation) -> Session:
         async with self._starting:
@@ -119,8 +122,8 @@ class Endpoint:
         # a request is cancelled when its agent disconnects or its episode ends
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.base_url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+        await web.TCPSite(self._runner, HOST, 0).start()
+        self.base_url = f"http://{HOST}:{self._runner.addresses[0][1]}/v1"
         logger.info("agents find the policy at %s", self.base_url)
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -161,6 +164,13 @@ class Endpoint:
     def _session(self, request: web.Request) -> Session | None:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         return self.sessions.get(given or request.headers.get("x-api-key", ""))
+
+
+def _bypass_proxies() -> None:
+    """Let HTTP clients here and in children connect to HOST directly: a proxy would get prompts and keys."""
+    for name, other in (("no_proxy", "NO_PROXY"), ("NO_PROXY", "no_proxy")):
+        known = [word.strip() for word in os.environ.get(name, os.environ.get(other, "")).split(",")]
+        os.environ[name] = ",".join(dict.fromkeys(filter(None, (*known, HOST, "localhost"))))
 
 
 async def _streamed(request: web.Request, events: Iterable[tuple[str, dict[str, Any]]]) -> web.StreamResponse:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import socket
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -159,6 +160,26 @@ async def test_a_key_is_needed_and_void_when_the_episode_is_over() -> None:
     assert [(await driver.run({}, n)).error for n in range(2)] == [None, None]
     await driver.close()
     assert len(set(kept)) == 2
+
+
+@pytest.mark.parametrize("given", [{}, {"NO_PROXY": "corp.example"}, {"no_proxy": "corp.example, 127.0.0.1"}])
+def test_an_agent_reaches_the_policy_past_the_proxy_of_its_machine(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with socket.create_server(("127.0.0.1", 0)) as proxy:  # without an answer
+        proxy.settimeout(0.0)
+        for name in ("HTTP_PROXY", "http_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        sample = play(asks_once, policy("x"))
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+    assert (sample.error, sample.reward) == (None, 1.0)
+    assert ("corp.example" in os.environ["no_proxy"]) == ("corp.example" in os.environ["NO_PROXY"]) == bool(given)
 
 
 def job(folder: Path, environment: str, **rollout: Any) -> Config:
