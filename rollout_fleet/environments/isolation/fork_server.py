@@ -38,6 +38,7 @@ MOST_PROCESSES = 64  # an episode with more is ended; the kernel refuses twice a
 FIRST_UID = 1_000_000_000  # real users of episodes, where the node runs as root
 LOOK_S = 0.5  # between two counts of an episode's processes, which cost CPU time
 UNLIMITED_LOOK_S = 0.05  # where the kernel refuses no process, or tells of no end
+ASKED_S = 5.0  # for the first request: a node that cannot send it reads no reason
 OPEN_FILES = 256
 REQUEST_BYTES = 1 << 30
 MOST_IMPORTS = 8192  # names of modules that are told to the node
@@ -115,9 +116,14 @@ def _become_guard(order: ProcessOrder, fd: int) -> None:
 
 def _guard(order: ProcessOrder, fd: int, alone: bool, uid: int) -> None:
     """Watch one worker; when this process ends, so does everything that it started."""
-    folder = tempfile.mkdtemp(prefix="episode-")
-    died = ""
+    folder = died = ""
     try:
+        try:
+            folder = tempfile.mkdtemp(prefix="episode-", dir=_open_folder())
+        except OSError as error:
+            died = f"no temporary folder: {error}"
+            select.select([fd], [], [], ASKED_S)
+            return
         LIBC.prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become children of this process
         child = os.fork()
         if child == 0:
@@ -132,6 +138,13 @@ def _guard(order: ProcessOrder, fd: int, alone: bool, uid: int) -> None:
         _end_all(alone)
         shutil.rmtree(folder, ignore_errors=True)  # nothing writes there any more
         os._exit(0)
+
+
+def _open_folder() -> str:
+    """Where temporary folders lie: TMPDIR, but /tmp where a worker of another user could not reach its own there."""
+    found = os.path.realpath(tempfile.gettempdir())
+    above = [found[:end] or "/" for end, letter in enumerate(f"{found}/") if letter == "/"]
+    return "/tmp" if os.geteuid() == 0 and not all(os.stat(path).st_mode & 0o001 for path in above) else found
 
 
 def _end_all(alone: bool) -> None:

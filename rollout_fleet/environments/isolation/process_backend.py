@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 START_S = 120.0
 LOOK_S = 0.5
 IMPORTS_BYTES = 1 << 20
-KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
+KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 SPARE_S = 60.0  # wall time added to the episode's own, so that the node notices first
 
 

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +125,40 @@ def test_it_has_no_secrets_and_no_descriptors_of_the_node(host: ProcessHost, tmp
     assert {kind for kind in kinds if not kind.startswith("/proc/")} <= {"/dev/null", "socket", "anon_inode"}
     assert "socket" in kinds
     assert not [line for line in lines if line.endswith("open in the node")]
+
+
+@pytest.mark.parametrize("open_to_all", [True, False])
+def test_its_folder_lies_where_TMPDIR_says_unless_its_user_could_not_reach_it(
+    new_host: Callable[..., ProcessHost], monkeypatch: pytest.MonkeyPatch, open_to_all: bool
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755 if open_to_all else 0o700)
+        monkeypatch.setenv("TMPDIR", folder)
+        expected = folder if open_to_all or os.geteuid() else "/tmp"
+        assert os.path.dirname(asyncio.run(asked(new_host(), "os:getcwd"))) == expected
+
+
+def test_an_episode_without_a_temporary_folder_fails_with_that_reason(
+    new_host: Callable[..., ProcessHost], modules: tuple[str, str], tmp_path: Path
+) -> None:
+    module = tmp_path / "full.py"
+    module.write_text(
+        "import tempfile\ndef full(*_, **__): raise OSError(28, 'No space left')\ntempfile.mkdtemp = full\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+        (sample,) = play(new_host((*modules, "full")), "plain")
+    assert (sample.stop_reason, sample.error) == (
+        "environment_killed",
+        "reset: no temporary folder: [Errno 28] No space left",
+    )
+
+
+async def asked(host: ProcessHost, path: str) -> Any:
+    """The answer of a function without arguments, in a process of its own."""
+    channel = await host.open(LIMITS, LIMIT_S)
+    with contextlib.closing(channel._writer):
+        return await channel.ask(1 << 20, do="call", path=path, keywords={})
 
 
 @pytest.mark.parametrize(("how", "prompt"), [("talk", "hi False []"), ("token_array", "go")])
