@@ -5,6 +5,7 @@ is 0, and an error has the code of the rank that failed first (2 for bad usage).
 """
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ def main(words: Sequence[str]) -> int:
     """Start the ranks and wait for them; returns the exit code that a person expects."""
     join_supervisor()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have logged what is wrong
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]  # its defaults in a pod of Kubeflow: PET_NNODES=2 would wait for another machine
     rendezvous_handler_registry.register(BACKEND, create_handler)
     try:
         run_torchrun(["--rdzv-backend", BACKEND, "--rdzv-endpoint", ALONE, *with_grace(words)])

@@ -1,6 +1,7 @@
 """torchrun as the roles use it, with the torch that is installed and with older ones."""
 
 import argparse
+import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +43,18 @@ def test_busy_ranks_get_their_time_from_a_torch_without_the_option_too(
 
 def test_words_without_the_option_stay_as_they_are() -> None:
     assert torchrun.with_grace(WORDS[:2]) == WORDS[:2]
+
+
+def test_a_pod_s_defaults_of_torchrun_do_not_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setenv("PET_NNODES", "2")
+    monkeypatch.setenv("PET_MASTER_ADDR", "elsewhere")
+    monkeypatch.setattr(torchrun, "join_supervisor", lambda: None)
+    options = ["--nproc-per-node", "1", "-m", "learner.main"]
+    parsed = lambda _: found.append(torchrun.get_args_parser().parse_args(options).nnodes)  # noqa: E731
+    monkeypatch.setattr(torchrun, "run_torchrun", parsed)
+    assert torchrun.main(options) == 0
+    assert found == ["1:1"] and not [name for name in os.environ if name.startswith("PET_")]
 
 
 @pytest.mark.parametrize(("state", "code"), [("drained", 0), ("done", 0), ("running", 1), ("", 1)])
