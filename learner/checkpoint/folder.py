@@ -124,13 +124,17 @@ class CheckpointFolder:
         return shutil.disk_usage(self._folder).free <= sum(path.stat().st_size for path in files)
 
     def remove_scratch(self, version: int) -> None:
-        """Remove what was written of version `version`, as far as that is possible."""
+        """Remove what was written of version `version`, as far as that is possible.
+
+        The next scratch folder has another name, because a rank of a save that failed elsewhere may still write here.
+        """
         shutil.rmtree(self.scratch(version), ignore_errors=True)
+        self._token = secrets.token_hex(4)
 
     def begin(self, version: int) -> Path:
         """Make an empty scratch folder for `version`; returns the (not yet existing) folder for the backend."""
-        scratch = self.scratch(version)
         self.remove_scratch(version)
+        scratch = self.scratch(version)
         scratch.mkdir(parents=True)
         return scratch / MODEL_FOLDER
 

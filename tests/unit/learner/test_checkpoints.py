@@ -317,3 +317,13 @@ def test_finishing_flushes_only_what_the_backend_did_not(tmp_path: Path, monkeyp
     folder = CheckpointFolder(tmp_path, keep=1)
     write(folder, 3)
     assert synced == ["trainer.json", folder.scratch(3).name, tmp_path.name]
+
+
+def test_a_save_that_was_given_up_writes_nowhere_where_the_next_one_does(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, 1)
+    late = folder.begin(3) / "a rank's part"
+    folder.remove_scratch(3)
+    again = folder.begin(3)
+    late.parent.mkdir(parents=True)
+    late.write_bytes(b"of the save that failed on another rank")
+    assert not again.exists()
