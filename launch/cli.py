@@ -84,6 +84,7 @@ GROUPS = {  # by the order of --help
     "check": "plan doctor certify selftest preflight",
     "launch": "broker learner rollout scorer slurm scale keys",
 }
+WORKS = ("certify", "up", "sweep")  # as with roles, 0 says that the work was done, not that its words were read
 BAD_PATHS = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR)  # a person named them
 RUN = "a run's folder, or the config file that names it"
 EITHER = "a run's folder, or a config file"
@@ -141,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(args.command, "interrupted", EXIT_FAILED)
     except BrokenPipeError:  # `slipstream ledger RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED if args.command == "certify" else 0  # 0 would say that the rest was proven
+        return EXIT_FAILED if args.command in WORKS or module == "up.roles" else 0
     except OSError as error:
         of_role = module == "up.roles"  # its log has the traceback
         if of_role or error.filename is None or error.errno not in BAD_PATHS:

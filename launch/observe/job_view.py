@@ -1,11 +1,13 @@
 """A run on the terminal: the live view of `up` and `top`, the table of `status`, and the plain line."""
 
+import errno
 import itertools
 import math
+import os
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -99,10 +101,38 @@ COLOUR_OF = {state: colour for colour, states in COLOURS.items() for state in st
 
 
 @contextmanager
+def unheard() -> Iterator[None]:
+    """Around words for a person: a reader or terminal that is gone, or a full disk, ends nothing.
+
+    On a full disk later words are tried again; otherwise stdout is /dev/null from then on.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def say(text: str) -> None:
+    """Print a line for a person, who may be gone."""
+    with unheard():
+        print(text, flush=True)
+
+
+@contextmanager
 def open_display(config: Config, tail: RecentTail, plain: bool) -> Iterator["Display"]:
     """The live view when stdout is a terminal, else lines."""
-    with nullcontext() if plain or not sys.stdout.isatty() else Live(auto_refresh=False) as live:
+    live = None if plain or not sys.stdout.isatty() else Live(auto_refresh=False)
+    try:
+        if live is not None:
+            with unheard():
+                live.start()
         yield Display(config, tail, live)
+    finally:
+        if live is not None:
+            with unheard():
+                live.stop()
 
 
 class Display:

@@ -21,6 +21,7 @@ from common.process.run_dir import RunDir, write_json
 from launch.certificates import standing
 from launch.cluster.slurm.jobs import read_jobs, slurm, tasks_of
 from launch.cluster.slurm.submit import choices, prepared, submit_run
+from launch.observe.job_view import say
 from launch.observe.observation import finished_version
 from launch.resolve_target import any_config_of
 from launch.results.report import format_figure, write_report
@@ -93,22 +94,22 @@ def run_all(runs: Sequence[Planned], sweep: Sweep, args: argparse.Namespace) -> 
     for number, each in enumerate(runs, 1):
         name = f"run {number} of {len(runs)}, {each.entry.name}"
         if is_finished(each):
-            print(f"{name}: finished before", flush=True)
+            say(f"{name}: finished before")
             continue
         each.run.prepare(each.config)
         standing(each.config, args.config).keep(each.run)
-        print(f"{name}: {'continues' if each.run.metrics.exists() else 'starts'} in {each.run.path}", flush=True)
+        say(f"{name}: {'continues' if each.run.metrics.exists() else 'starts'} in {each.run.path}")
         children.append(start(each, args))
         while (code := children[-1].poll()) is None:
             if flag.wait(POLL_S):
                 children[-1].terminate()
                 children[-1].wait()
         if flag.is_set:
-            print(f"{flag.reason}: stopped; the same command continues the sweep", flush=True)
+            say(f"{flag.reason}: stopped; the same command continues the sweep")
             return True
         if code:
             sweep.failed[each.entry.name] = code
-        print(f"{name}: {'finished' if is_finished(each) else 'not finished'}, {describe_exit(code)}", flush=True)
+        say(f"{name}: {'finished' if is_finished(each) else 'not finished'}, {describe_exit(code)}")
     return False
 
 

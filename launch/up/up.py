@@ -27,7 +27,7 @@ from common.process.logs import log_path
 from common.process.run_dir import RunDir, running_broker
 from common.run_reader import RecentTail, read_recent
 from launch.certificates import first_line
-from launch.observe.job_view import Display, open_display
+from launch.observe.job_view import Display, open_display, say, unheard
 from launch.observe.observation import observe, outcome_of
 from launch.resolve_target import Target, checked, need_broker_library
 from launch.sinks.process import TOLD_S, check_packages
@@ -55,9 +55,9 @@ def command(args: argparse.Namespace) -> int:
     with ExitStack() as lock:
         lock.enter_context(only_one(run.up_lock, USED))
         if done := finished(run, config):
-            print(done)
+            say(done)
             return EXIT_DONE
-        print(said, flush=True)
+        say(said)
         if (address := running_broker(run)) is not None:
             raise UsageError(f"{run.path}: a broker already runs at {address}; stop that job first")
         places = assign(config, share=args.share_gpus)
@@ -68,7 +68,7 @@ def command(args: argparse.Namespace) -> int:
         for stale in (run.broker_json, run.status_json, run.recovering):
             stale.unlink(missing_ok=True)
         if places:
-            print("GPUs of each role:", *table(places), sep="\n", flush=True)
+            say("\n".join(["GPUs of each role:", *table(places)]))
         job = Job(config, run, places, args.web)
         return job.run(args.plain, None if args.no_stay else lock.close)
 
@@ -156,7 +156,8 @@ class Job:
         flag = DrainFlag.install(on_second=self.supervisor.kill_all)
         try:
             with open_display(self.config, self.tail, plain) as self._display:
-                self._display.note(f"run folder {self.run_dir.path}, logs in {self.run_dir.logs}")
+                with unheard():
+                    self._display.note(f"run folder {self.run_dir.path}, logs in {self.run_dir.logs}")
                 done = False
                 try:
                     self._start(flag)
@@ -167,7 +168,7 @@ class Job:
                 finally:
                     stays = done and before_stay is not None and self._page_runs and not flag.is_set
                     self._stop(done, [name for name in BESIDE if name != "web" or not stays])
-            print(self._summary(done), flush=True)
+            say(self._summary(done))
             if stays and before_stay is not None:
                 before_stay()
                 self._stay(flag)
@@ -235,7 +236,8 @@ class Job:
             self.tail.update()
         with suppress(SlipstreamError):
             seen = observe(Target(self.run_dir, self.config.broker.credentials), ANSWER_S)
-        self._display.show(seen)
+        with unheard():
+            self._display.show(seen)
         self._show_at = time.monotonic() + self._display.every_s
 
     @property
@@ -243,7 +245,7 @@ class Job:
         return "web" in self.supervisor.roles and self.supervisor.roles["web"].running
 
     def _stay(self, flag: DrainFlag) -> None:
-        print(f"the page stays at {page_address(self.supervisor.roles['web'].spec)} until Ctrl-C", flush=True)
+        say(f"the page stays at {page_address(self.supervisor.roles['web'].spec)} until Ctrl-C")
         while self._page_runs and not flag.wait(POLL_S):
             self.supervisor.poll()
         self.supervisor.stop(["web"], BESIDE_LEAVE_S)
@@ -297,4 +299,5 @@ class Job:
             self._note(f"{name}: {kind}")
 
     def _note(self, text: str) -> None:
-        self._display.note(f"{time.strftime('%H:%M:%S')} {text}")
+        with unheard():
+            self._display.note(f"{time.strftime('%H:%M:%S')} {text}")

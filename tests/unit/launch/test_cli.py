@@ -41,6 +41,18 @@ def test_bad_config_is_refused_by_every_role(job, capsys, command, override, wor
         assert word in err
 
 
+def test_a_reader_that_has_gone_makes_no_work_done(job, tmp_path, monkeypatch):
+    def gone(args):
+        raise BrokenPipeError
+
+    handlers = {"status": "observe.status.command", "up": "up.up.command", "sft": "up.roles.sft"}
+    with (tmp_path / "stdout").open("w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        for handler in handlers.values():
+            monkeypatch.setattr(f"launch.{handler}", gone)
+        assert {name: main([name, str(job)]) for name in handlers} == {"status": 0, "up": 1, "sft": 1}
+
+
 @pytest.mark.parametrize("command", ["up", "broker"])
 def test_without_redis_py_a_job_on_redis_is_refused_before_its_folder_is_made(job, capsys, monkeypatch, command):
     monkeypatch.setitem(sys.modules, "redis.connection", None)

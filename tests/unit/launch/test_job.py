@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import os
+import pty
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -89,6 +91,32 @@ def test_a_job_waits_for_a_broker_that_reads_a_long_history_and_for_no_other(
     said = capsys.readouterr().out
     assert said.count("waiting for the broker, which still reads the run's store; log: ") == 3
     assert "done: 10 of 10" in said
+
+
+@pytest.mark.parametrize("where", ["pipe", "full disk", "terminal"])
+def test_a_job_whose_words_nobody_gets_is_done_all_the_same(config, run, monkeypatch, where) -> None:
+    """`up | tee log` where tee ends, stdout on a full disk, and a terminal whose connection breaks."""
+    write_broker(run)
+    write_json(run.learner_json, DONE)
+    monkeypatch.setattr(DrainFlag, "install", lambda on_second: DrainFlag())
+    reader, writer = pty.openpty() if where == "terminal" else os.pipe()
+    job = Job(config, run, {})
+    job._specs = [dataclasses.replace(s, argv=["sleep", "600"] if s.name == "broker" else ["true"]) for s in job._specs]
+    start, readers = job.supervisor.start, [reader]
+
+    def start_unseen(spec: RoleSpec) -> Role:
+        while readers:
+            os.close(readers.pop())
+        return start(spec)
+
+    monkeypatch.setattr(job.supervisor, "start", start_unseen)
+    code = None
+    place = "/dev/full" if where == "full disk" else writer
+    with suppress(OSError), open(place, "w", encoding="utf-8") as stdout, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stdout)
+        code = job.run(plain=False)
+    assert code == 0
+    assert job.supervisor.roles["broker"].exit_code == -15, "told by SIGTERM, not killed"
 
 
 @pytest.mark.parametrize("first", ["broker", "learner"])
