@@ -24,7 +24,7 @@ from common.config.group_size import most_kept_bytes
 from common.config.schema import Config
 from common.errors import EXIT_DONE, BrokerError, BrokerUnreachable, UsageError
 from common.process.health import LifeSigns, serving_health
-from common.process.lifecycle import keep_freed_memory, raise_open_files
+from common.process.lifecycle import keep_freed_memory, raise_open_files, stop_signals
 from common.process.run_dir import RunDir
 from common.security.credentials import curve_credentials
 from common.span_buffer import SPANS, SpanFile
@@ -66,7 +66,7 @@ class BrokerSigns(LifeSigns):
 
 
 def run_broker(config: Config, config_json: bytes) -> int:
-    """Serve the run until SIGTERM or SIGINT; returns the exit code. With broker.store: redis first stand by.
+    """Serve the run until one of `stop_signals`; returns the exit code. With broker.store: redis first stand by.
 
     The broker continues the store's state (docs/delivery.md). A broker that loses the lead stands by again.
     Raises UsageError when the address is refused or in use, this run has a living broker, or its store is damaged.
@@ -205,14 +205,14 @@ def refuse_second_broker(run_dir: Path, credentials: str | None = None) -> None:
 
 @contextmanager
 def stopping_on_signals(server: BrokerServer | Standby) -> Generator[None]:
-    """While active, SIGTERM and SIGINT stop `server`; does nothing outside the main thread."""
+    """While active, `stop_signals` stop `server`; does nothing outside the main thread."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         server.stop()
 
     old: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        old = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        old = {number: signal.signal(number, stop) for number in stop_signals()}
     try:
         yield
     finally:

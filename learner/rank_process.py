@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from common.errors import EXIT_FAILED, SlipstreamError
-from common.process.lifecycle import die_with_parent
+from common.process.lifecycle import die_with_parent, stop_signals
 from common.process.logs import setup_logging
 from common.process.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class RankProcess:
@@ -31,7 +29,7 @@ class RankProcess:
         quiet_libraries()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             # A rank that waits for the others to join runs no Python, so a handler would keep torchrun from ending it.
-            for number in STOP_SIGNALS:
+            for number in stop_signals():
                 signal.signal(number, signal.SIG_DFL)
         else:
             self.drain_on_signals()
@@ -41,12 +39,12 @@ class RankProcess:
         torch.set_num_threads(threads)
 
     def drain_on_signals(self) -> None:
-        """From here on SIGTERM and SIGINT ask for a drain; called when every rank has joined the world.
+        """From here on `stop_signals` ask for a drain; called when every rank has joined the world.
 
         Unlike elsewhere, a second signal does not kill: torchrun passes a Ctrl-C on that the terminal has sent to every
         process already.
         """
-        for number in STOP_SIGNALS:
+        for number in stop_signals():
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -8,10 +8,12 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import torch.distributed.elastic.multiprocessing.api
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -21,17 +23,20 @@ from torch.distributed.run import main as run_torchrun
 
 from common.config.loading import load_either
 from common.errors import EXIT_DONE, EXIT_FAILED
-from common.process.lifecycle import join_supervisor, leave
+from common.process.lifecycle import join_supervisor, leave, stop_signals
 from common.process.run_dir import RunDir
 from learner.loop.run_files import read_record
 from learner.rendezvous import ALONE, BACKEND, create_handler
 
+Handler = Callable[[int, FrameType | None], None]
 GRACE = "--shutdown-timeout"  # seconds from SIGTERM to SIGKILL for ranks that are still busy
 
 
 def main(words: Sequence[str]) -> int:
     """Start the ranks and wait for them; returns the exit code that a person expects."""
     join_supervisor()
+    library: Any = torch.distributed.elastic.multiprocessing.api
+    library._terminate_process_handler = hanging_up_once(library._terminate_process_handler)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have logged what is wrong
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]  # its defaults in a pod of Kubeflow: PET_NNODES=2 would wait for another machine
@@ -47,6 +52,20 @@ def main(words: Sequence[str]) -> int:
         ended_well = record is not None and record.state in ("drained", "done")
         return EXIT_DONE if ended_well else EXIT_FAILED
     return EXIT_DONE
+
+
+def hanging_up_once(handler: Handler) -> Handler:
+    """torch's handler, which kills ranks that drain at each later signal, and takes SIGHUP also under nohup."""
+    ignored = signal.SIGHUP not in stop_signals()
+    heard = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal heard
+        if number != signal.SIGHUP or not (ignored or heard):
+            heard = True
+            handler(number, frame)
+
+    return handle
 
 
 def with_grace(words: Sequence[str]) -> Sequence[str]:

@@ -14,7 +14,7 @@ from broker.client.connect import Access, connect_node
 from common.config.schema import Config
 from common.errors import BrokerUnreachable, SlipstreamError, UsageError
 from common.process.health import serving_health
-from common.process.lifecycle import keep_freed_memory
+from common.process.lifecycle import keep_freed_memory, stop_signals
 from common.process.logs import log_path
 from common.process.run_dir import RunDir
 from common.security.credentials import curve_credentials, load_credential
@@ -141,11 +141,15 @@ def _weight_client(config: Config, engine: "Engine", status: NodeStatusTracker) 
 
 
 def _drain_on_signals(stack: AsyncExitStack, node: Node) -> None:
-    """The first signal asks for a drain, the second gives running groups back."""
+    """The first signal asks for a drain, the second, unless it is a SIGHUP, gives running groups back."""
     loop = asyncio.get_running_loop()
     count = itertools.count()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda by=number.name: node.request_drain(by, abandon=next(count) > 0))
+
+    def drain(number: signal.Signals) -> None:
+        node.request_drain(number.name, abandon=next(count) > 0 and number != signal.SIGHUP)
+
+    for number in stop_signals():
+        loop.add_signal_handler(number, drain, number)
         stack.callback(loop.remove_signal_handler, number)
 
 

@@ -130,9 +130,16 @@ def start_ticks(pid: int) -> int | None:
     return None if fields[0] == "Z" or leader != pid else int(fields[19])
 
 
-class DrainFlag:
-    """Set by the first SIGTERM or SIGINT. A second one calls `on_second` and ends the process at once.
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """SIGTERM, Ctrl-C and, unless it is ignored as under nohup, SIGHUP, which a terminal that closes sends."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGINT, *[signal.SIGHUP] * (not ignored))
 
+
+class DrainFlag:
+    """Set by the first of `stop_signals`. A second one calls `on_second` and ends the process at once.
+
+    A SIGHUP is no second one: a terminal that closes may send several.
     `reason` says why it is set, for example 'SIGTERM'; '' while it is not.
     """
 
@@ -144,9 +151,9 @@ class DrainFlag:
 
     @classmethod
     def install(cls, on_second: Callable[[], None] = lambda: None) -> "DrainFlag":
-        """A flag wired to SIGTERM and SIGINT of this process. Call it in the main thread."""
+        """A flag wired to `stop_signals` of this process. Call it in the main thread."""
         flag = cls(on_second)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             signal.signal(number, flag._on_signal)
         return flag
 
@@ -167,7 +174,7 @@ class DrainFlag:
         return self.reason != ""
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.is_set:
+        if self.is_set and number != signal.SIGHUP:
             self._on_second()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

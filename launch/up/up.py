@@ -212,7 +212,7 @@ class Job:
                     self._note(f"the {role.spec.name} was told to stop; stopping the job")
                 return done
             self._show()
-        self._note(f"{flag.reason}: stopping; again to kill everything at once")
+        self._note(f"{flag.reason}: stopping; one more Ctrl-C or SIGTERM kills everything at once")
         return False
 
     def _check_end(self, role: Role) -> None:

@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ from broker import main
 from broker.contract import BrokerStatus, LearnerReport, LedgerEntry
 from broker.journal.recovery import OpenedState
 from broker.journal.run_folder import RunFolder
+from broker.server.server import BrokerServer
 from common.errors import UsageError
 from common.process.run_dir import BrokerFile
 from common.security.credentials import KeyFolder
@@ -38,6 +41,22 @@ def test_a_run_directory_tells_where_the_broker_is_and_what_it_saw(tmp_path: Pat
     assert status.learner == LearnerReport(7, 1, "starting", 0)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [e["kind"] for e in events] == ["learner_attached"]
+
+
+def test_a_closed_terminal_stops_the_broker_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)  # also where pytest has nohup's
+    server = Stopped()
+    with main.stopping_on_signals(cast("BrokerServer", server)):
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert server.times == 2
+
+
+class Stopped:
+    times = 0
+
+    def stop(self) -> None:
+        self.times += 1
 
 
 def test_the_ledger_of_an_earlier_broker_is_kept(tmp_path: Path) -> None:

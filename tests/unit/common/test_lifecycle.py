@@ -15,6 +15,7 @@ from common.process.lifecycle import SUPERVISOR_ENV, DrainFlag, alive, birth_of
 from common.process.lock_file import AlreadyLocked, is_locked, lock_holder, take_lock
 from common.process.run_dir import BrokerFile, RunDir, running_broker, write_json
 from learner.loop.run_files import read_record, write_record
+from learner.rank_process import RankProcess
 from tests.rigs.waiting import LIMIT_S, until
 
 CHILD = (
@@ -110,13 +111,14 @@ def test_a_reused_number_is_no_broker_and_no_learner(tmp_path):
 
 @pytest.fixture
 def handlers():
-    saved = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    saved = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     for number, handler in saved.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_sets_the_flag_and_wakes_the_waiter(handlers, number):
     flag = DrainFlag.install()
     assert not flag.wait(0.0)
@@ -125,6 +127,25 @@ def test_signal_sets_the_flag_and_wakes_the_waiter(handlers, number):
     flag.set("later")
     assert flag.reason == signal.Signals(number).name, "the first reason stays"
     assert flag.is_set and flag.wait(0.0)
+
+
+def test_a_closed_terminal_asks_for_no_haste_and_under_nohup_for_nothing(handlers):
+    flag = DrainFlag.install(on_second=lambda: pytest.fail("a SIGHUP counts as a second signal"))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGHUP):
+        os.kill(os.getpid(), number)
+    assert flag.reason == "SIGTERM"
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    flag = DrainFlag.install()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not flag.is_set and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_a_closed_terminal_lets_a_rank_drain(handlers):
+    rank = object.__new__(RankProcess)
+    rank._reason = None
+    rank.drain_on_signals()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert rank.stop_requested() == "SIGHUP"
 
 
 SECOND = (

@@ -1,8 +1,11 @@
 """Agents of a known order meet: each in its place, all at the first one's store, and nothing listens elsewhere."""
 
+import os
 import pickle
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -85,3 +88,39 @@ def test_torchruns_c10d_unpickles_what_anybody_may_set_and_ours_does_not(
             assert {ip for ip, _ in ports.values()} == {"127.0.0.1"}
         torchrun.kill()
     assert mark.exists() == unpickles
+
+
+DRAINS = """
+import os, signal, sys, time
+from pathlib import Path
+
+def drain(*_):
+    time.sleep(1)
+    Path(f"{os.getpid()}-drained").touch()
+    os._exit(0)
+
+if sys.argv[1] == "terminal":
+    signal.signal(signal.SIGHUP, drain)
+Path(f"{os.getpid()}-ready").touch()
+while not os.path.exists("end"):
+    time.sleep(0.05)
+Path(f"{os.getpid()}-done").touch()
+"""
+
+
+@pytest.mark.parametrize(("where", "how", "result"), [("terminal", "-", "drained"), ("nohup", "''", "done")])
+def test_a_closed_terminal_lets_the_ranks_drain_and_under_nohup_work(
+    tmp_path: Path, where: str, how: str, result: str
+) -> None:
+    """It may send several signals. Only the first one is a reason to drain."""
+    (tmp_path / "rank.py").write_text(DRAINS)
+    command = [sys.executable, "-m", "learner.torchrun", "--nproc-per-node", "2", "rank.py", where]
+    shell = ["sh", "-c", f'trap {how} HUP; exec "$@"', "sh", *command]
+    with subprocess.Popen(shell, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}) as torchrun:
+        until(lambda: len([*tmp_path.glob("*-ready")]) == 2, "the ranks")
+        for _ in range(2):
+            torchrun.send_signal(signal.SIGHUP)
+            time.sleep(0.5)
+        (tmp_path / "end").touch()
+        torchrun.wait(LIMIT_S)
+    assert len([*tmp_path.glob(f"*-{result}")]) == 2

@@ -1,9 +1,12 @@
 """The node loop over the in-memory broker and a scripted sampler."""
 
 import asyncio
+import os
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +23,7 @@ from common.waste import Waste
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.episode.concurrency import LOOKS, AdaptiveLimit
 from rollout_fleet.episode.driver import EpisodeDriver
+from rollout_fleet.main import _drain_on_signals
 from rollout_fleet.node import node
 from rollout_fleet.node.heartbeat import BrokerLost, BrokerTimeout, Heartbeat
 from rollout_fleet.node.node import Node
@@ -359,6 +363,18 @@ async def test_a_drain_finishes_what_runs_and_returns_what_has_not_started() -> 
         assert await site.running == EXIT_DONE
         assert site.states() == ["ready"] * 2 + ["pending"] * 6
         assert [e.attempts for e in site.learner.ledger()][2:] == [0] * 6
+
+
+async def test_a_closed_terminal_drains_a_node_and_asks_for_no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)  # also where pytest has nohup's
+    asked = list[tuple[str, bool]]()
+    node: Any = SimpleNamespace(request_drain=lambda reason, abandon: asked.append((reason, abandon)))
+    async with AsyncExitStack() as stack:
+        _drain_on_signals(stack, node)
+        for count, number in enumerate((signal.SIGHUP, signal.SIGHUP, signal.SIGTERM)):
+            os.kill(os.getpid(), number)
+            await until_async(partial(lambda count: len(asked) > count, count))
+    assert asked == [("SIGHUP", False), ("SIGHUP", False), ("SIGTERM", True)]
 
 
 async def test_a_job_that_is_stopped_lets_the_node_finish_what_runs_and_sends_its_log_when_asked(tmp_path) -> None:
