@@ -43,7 +43,7 @@ from broker.journal.store import (
     StoreUnavailable,
 )
 from common.errors import BrokerError, UsageError
-from common.process.lifecycle import alive
+from common.process.lifecycle import alive, pid_space
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Leader(msgspec.Struct, frozen=True):
     run_dir: str  # another folder is another run, even under the same name
     host: str
     pid: int
-    machine: str  # boot and process namespace, in which `pid` means something
+    machine: str  # as lifecycle.pid_space
 
 
 def run_prefix(run: str) -> str:
@@ -86,9 +86,7 @@ class Term:
         self.name = name
         self.run_dir = run_dir
         self.prefix = run_prefix(run)
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        machine = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-        self._me = Leader(secrets.token_hex(8), "", run_dir, socket.gethostname(), os.getpid(), machine)
+        self._me = Leader(secrets.token_hex(8), "", run_dir, socket.gethostname(), os.getpid(), pid_space())
         self._keys = [f"{self.prefix}head", f"{self.prefix}leader"]
         self.number = 0  # the term's; 0 while another broker leads
         self.ends = 0.0  # when another broker may take the term; seconds of a clock that runs in stopped processes, too

@@ -6,6 +6,7 @@ import os
 import resource
 import select
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Generator
@@ -110,9 +111,31 @@ def alive(pid: int, birth: str = "") -> bool:
 
 def birth_of(pid: int) -> str:
     """When a living process started, unlike every other one of its number: 'boot ticks'; '' without Linux."""
+    boot = boot_id()
+    return f"{boot} {start_ticks(pid)}" if boot else ""
+
+
+def boot_id() -> str:
+    """Names this start of the machine; '' without Linux."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return f"{file.read().strip()} {start_ticks(pid)}"
+        return file.read().strip()
     return ""
+
+
+def pid_space() -> str:
+    """The boot and the PID namespace, in which a process's number means something; '' without Linux."""
+    with suppress(OSError):
+        return f"{boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
+    return ""
+
+
+def out_of_sight(host: str, space: str) -> bool:
+    """Whether a process of that `host` and `pid_space` may live although it is not seen here; '' where unknown.
+
+    It is on another host, or in another container of this one. A process of an earlier boot has ended.
+    """
+    here = pid_space()
+    return host not in ("", socket.gethostname()) or (space != here and space.split()[:1] == here.split()[:1])
 
 
 def start_ticks(pid: int) -> int | None:

@@ -3,7 +3,8 @@
 import os
 import socket
 from contextlib import suppress
-from pathlib import Path
+
+from common.process.lifecycle import boot_id
 
 
 def local_address(host: str, port: int) -> str:
@@ -43,6 +44,6 @@ def bracketed(host: str) -> str:
 def this_machine() -> str:
     """An id of this host and its network namespace: processes with the same one reach each other without a link."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/net')}"
+        return f"{boot_id()}/{os.readlink('/proc/self/ns/net')}"
     except OSError:  # not Linux
         return socket.gethostname()

@@ -22,7 +22,7 @@ from common.errors import BrokerUnreachable, DiskFull, SlipstreamError, UsageErr
 from common.json_lines import LineFile, decoder_of
 from common.process import files
 from common.process.files import pretty_json
-from common.process.lifecycle import alive, birth_of
+from common.process.lifecycle import alive, birth_of, out_of_sight, pid_space
 from common.run_reader import LineKey, no_file
 
 POLL_S = 0.1  # between two looks for RUN/broker.json
@@ -59,19 +59,20 @@ class BrokerFile(msgspec.Struct, frozen=True):
     started_s: float  # Unix time
     host: str = ""  # its machine; '' in the file of an earlier version
     birth: str = ""  # as lifecycle.birth_of; '' in the file of an earlier version
+    space: str = ""  # as lifecycle.pid_space; '' in the file of an earlier version
 
     @classmethod
     def of_this_process(cls, address: str) -> "BrokerFile":
-        return cls(os.getpid(), address, time.time(), socket.gethostname(), birth_of(os.getpid()))
+        return cls(os.getpid(), address, time.time(), socket.gethostname(), birth_of(os.getpid()), pid_space())
 
     @property
     def runs_here(self) -> bool:
-        return alive(self.pid, self.birth)
+        return self.space in ("", pid_space()) and alive(self.pid, self.birth)
 
     @property
     def ended(self) -> bool:
-        """Whether the broker is known to have ended; this machine does not see another one's processes."""
-        return self.host in ("", socket.gethostname()) and not self.runs_here
+        """Whether the broker is known to have ended; another machine's or container's processes are not seen."""
+        return not self.runs_here and not out_of_sight(self.host, self.space)
 
 
 class RunDir:

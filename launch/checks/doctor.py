@@ -89,6 +89,10 @@ def _stale_broker(run: RunDir) -> Iterator[Finding]:
         what = f"broker {file.pid} at {file.address} does not answer{f' ({state})' if state else ''}"
         fix = f"kill -CONT {file.pid}" if state == "stopped" else f"RUN/logs/broker-0.log; then kill {file.pid}"
         yield problem("run", "broker_silent", what, why="a second broker is kept out while it lives", fix=fix)
+    elif not file.ended:
+        what = f"broker {file.pid} of {file.host} at {file.address} does not answer"
+        why = "whether it has ended is not visible here: it runs, or ran, on another machine or in another container"
+        yield warning("run", "broker_elsewhere", what, why=why, fix="RUN/logs/broker-0.log; `slipstream status` there")
     else:
         what = f"{run.broker_json} was left by broker {file.pid}, which is gone"
         why = "it was killed; learner and nodes that are started by hand would wait for it"

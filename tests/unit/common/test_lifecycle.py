@@ -100,13 +100,23 @@ def test_a_reused_number_is_no_broker_and_no_learner(tmp_path):
     """After a power loss, or in a new container, the pid in RUN/broker.json may be anybody's."""
     run = RunDir(tmp_path)
     here = BrokerFile.of_this_process("tcp://127.0.0.1:5999")
-    for file, lives in ((here, True), (msgspec.structs.replace(here, birth="another-boot 5"), False)):
+    before = msgspec.structs.replace(here, birth="another-boot 5", space="another-boot 4026531836")
+    for file, lives in ((here, True), (msgspec.structs.replace(here, birth="another-boot 5"), False), (before, False)):
         write_json(run.broker_json, file)
         assert running_broker(run) == (here.address if lives else None)
         assert run.broker().ended != lives
     write_record(run, 1, "running", 0)
     record = read_record(run)
     assert record.runs_here and not msgspec.structs.replace(record, birth="another-boot 5").runs_here
+
+
+def test_the_number_of_another_containers_process_says_nothing_about_the_broker(tmp_path):
+    """Containers may have the host's name, and in each of them the same number is another process."""
+    run, here = RunDir(tmp_path), BrokerFile.of_this_process("tcp://127.0.0.1:5999")
+    boot, _ = here.space.split()
+    for pid in (os.getpid(), 2147483000):
+        write_json(run.broker_json, msgspec.structs.replace(here, pid=pid, space=f"{boot} 5"))
+        assert (running_broker(run), run.broker().ended) == (None, False)
 
 
 @pytest.fixture

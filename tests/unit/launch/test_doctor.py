@@ -37,7 +37,7 @@ from common.config.schema import (
 )
 from common.config.tasks import LimitsConfig
 from common.errors import EXIT_DONE, EXIT_FAILED
-from common.process.run_dir import RunDir
+from common.process.run_dir import BrokerFile, RunDir, write_json
 from common.security.credentials import KeyFolder
 from launch.checks import doctor, job
 from launch.checks import machine as checks
@@ -515,6 +515,12 @@ def test_what_a_killed_job_left_behind_is_named_and_harmless(config: Config, run
     assert not running
     assert [f.code for f in found(findings, "warning")] == ["broker_killed", "learner_killed"]
     assert found(findings) == []
+
+
+def test_a_broker_of_another_machine_that_does_not_answer_is_not_called_gone(config: Config, run: RunDir) -> None:
+    write_json(run.broker_json, BrokerFile(7, "ipc:///nobody/listens/here", 0.0, host="elsewhere"))
+    findings, _ = doctor.check_run(run, config)
+    assert [f.code for f in found(findings, "warning")] == ["broker_elsewhere"]
 
 
 def test_a_broker_that_is_stopped_is_named_with_what_wakes_it(config, run, monkeypatch):
