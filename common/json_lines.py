@@ -57,7 +57,7 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         """Open for appending; raises OSError."""
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._torn = False
 
     def write(self, line: msgspec.Struct) -> None:

@@ -195,7 +195,7 @@ class FileStore(Store):
     def _append_history(self, size: int, body: bytes) -> int:
         """Put one record behind the first `size` bytes, durably; returns the new size. May be repeated."""
         data = segments.head(0, 0, body, 0, 0, self.info.seed) + body
-        handle = os.open(self._history, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        handle = os.open(self._history, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:
             os.ftruncate(handle, size)
             done = 0

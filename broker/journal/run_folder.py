@@ -15,7 +15,7 @@ from broker.journal.store import StoreFenced
 from common.config.schema import TelemetryConfig
 from common.json_lines import LineFile
 from common.process.files import move_aside
-from common.process.run_dir import AtomicFile, BrokerFile, RunDir, discard_unfinished, write_atomic
+from common.process.run_dir import AtomicFile, BrokerFile, RunDir, discard_unfinished, unwritable, write_atomic
 from common.segments import LineThread, SegmentWriter
 from common.transcripts import FAILED_BYTES, SentTranscript, Transcript
 
@@ -37,9 +37,13 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, election: LeaderElection | None) -> None:
+        """Raises UsageError when another user's events may not be appended to, DiskFull when the disk is full."""
         self.path = path
         self._election = election
-        self._events = LineFile(RunDir(path).events)
+        try:
+            self._events = LineFile(RunDir(path).events)
+        except OSError as error:
+            raise unwritable("run.dir", path, error) from error
         self._unwritten: list[BrokerEvent] = []
         self._status_files: StatusFiles | None = None
         self._opened: OpenedState | None = None

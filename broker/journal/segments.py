@@ -194,12 +194,12 @@ class SegmentFile:
     def _open(self, flags: int) -> int:
         common = os.O_RDWR | os.O_CLOEXEC | flags
         try:
-            return os.open(self.path, common | (os.O_DIRECT if self._direct else 0), 0o644)
+            return os.open(self.path, common | (os.O_DIRECT if self._direct else 0), 0o666)
         except OSError as error:
             if not self._direct or error.errno != errno.EINVAL:
                 raise
         self._direct = False
-        return os.open(self.path, common, 0o644)
+        return os.open(self.path, common, 0o666)
 
     def _flush(self, count: int, offset: int) -> None:
         assert count % BLOCK == 0

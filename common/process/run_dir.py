@@ -2,10 +2,10 @@
 
 import contextlib
 import os
+import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -247,11 +247,12 @@ def differences(old: dict[str, Any], new: dict[str, Any], at: str = "") -> Itera
 class AtomicFile:
     """A file that takes the place of `path` when it is complete; a reader sees the old or the new content."""
 
-    def __init__(self, path: Path, mode: int = 0o644) -> None:
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
+        """Begin a file beside `path`, from whose `mode` the umask is taken: a group may share a run. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._mode = mode
-        handle, self._temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        handle = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         self._file = os.fdopen(handle, "wb")
 
     def write(self, data: bytes) -> None:
@@ -263,7 +264,6 @@ class AtomicFile:
         if sync:
             os.fsync(self._file.fileno())
         self._file.close()
-        os.chmod(self._temporary, self._mode)
         os.replace(self._temporary, self._path)
         if sync:
             files.sync(self._path.parent)
@@ -272,7 +272,7 @@ class AtomicFile:
         """Leave `path` as it is."""
         with contextlib.suppress(OSError):
             self._file.close()
-        Path(self._temporary).unlink(missing_ok=True)
+        self._temporary.unlink(missing_ok=True)
 
 
 def discard_unfinished(path: Path) -> None:
@@ -281,7 +281,7 @@ def discard_unfinished(path: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def write_atomic(path: Path, data: bytes, mode: int = 0o644, *, sync: bool = True) -> None:
+def write_atomic(path: Path, data: bytes, mode: int = 0o666, *, sync: bool = True) -> None:
     """Replace `path` by an AtomicFile; with `sync` the new content stays when the machine loses power after this."""
     file = AtomicFile(path, mode)
     try:

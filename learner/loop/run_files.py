@@ -15,7 +15,7 @@ from common.json_lines import EventFile
 from common.metrics import EvaluationMetrics, Metrics
 from common.process.files import FULL
 from common.process.lifecycle import alive, birth_of
-from common.process.run_dir import MetricsWriter, RunDir, write_json
+from common.process.run_dir import MetricsWriter, RunDir, unwritable, write_json
 from common.run_reader import read_tail
 from learner.checkpoint.best import Best
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
@@ -61,9 +61,13 @@ class RunFiles:
     """The run folder of one learner. Only the lead rank has one."""
 
     def __init__(self, config: BaseConfig, run_dir: RunDir) -> None:
+        """Raises UsageError when another user's events may not be appended to, DiskFull when the disk is full."""
         best = Best(config) if config.learner.checkpoint.keep_best else None
         self.checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep, best)
-        self.events = EventFile(run_dir.events, "learner")
+        try:
+            self.events = EventFile(run_dir.events, "learner")
+        except OSError as error:
+            raise unwritable("run.dir", run_dir.path, error) from error
         self._config = config
         self._run_dir = run_dir
         self.evaluation = run_dir.evaluation

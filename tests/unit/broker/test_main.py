@@ -1,5 +1,6 @@
 """The broker process: what it leaves in the run directory, and how it ends."""
 
+import errno
 import json
 import os
 import signal
@@ -14,10 +15,12 @@ from broker.contract import BrokerStatus, LearnerReport, LedgerEntry
 from broker.journal.recovery import OpenedState
 from broker.journal.run_folder import RunFolder
 from broker.server.server import BrokerServer
+from common import json_lines
 from common.errors import UsageError
-from common.process.run_dir import BrokerFile
+from common.process.run_dir import BrokerFile, RunDir
 from common.security.credentials import KeyFolder
 from launch.keys import make
+from learner.loop.run_files import RunFiles
 from tests.rigs.brokers import job, new_state, serving, tasks
 from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S
@@ -70,6 +73,16 @@ def test_the_ledger_of_an_earlier_broker_is_kept(tmp_path: Path) -> None:
 
 def write_broker_file(folder: Path, pid: int, address: str = "tcp://127.0.0.1:9") -> None:
     (folder / "broker.json").write_bytes(msgspec.json.encode(BrokerFile(pid, address, 0.0)))
+
+
+def test_events_of_another_user_are_refused_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(json_lines.os, "open", denied)
+    for opened in (lambda: RunFolder(tmp_path, None), lambda: RunFiles(job(tmp_path), RunDir(tmp_path))):
+        with refused(UsageError, "run.dir", str(tmp_path), "Permission denied"):
+            opened()
 
 
 def test_a_stale_broker_file_and_one_of_a_reused_process_id_are_no_obstacle(

@@ -44,7 +44,7 @@ def test_every_write_begins_a_block_and_is_filled_up_with_zeros(file: SegmentFil
     file.write([])
     assert (file.size, on_disk(file)) == (2 * BLOCK, block(b"one and two") + b"x" * BLOCK)
     file.sync()
-    assert file.path.stat().st_mode & 0o777 == 0o644 & ~_umask()
+    assert file.path.stat().st_mode & 0o777 == 0o666 & ~_umask()
 
 
 def _umask() -> int:
@@ -168,7 +168,7 @@ def test_a_record_of_the_history_takes_the_place_of_what_lies_behind_the_known_p
     frame = read_frame(data, 0, 7)
     assert frame is not None
     assert (frame.seq, frame.synced, frame.end, frame.payload_bytes) == (0, 0, first, 0)
-    assert path.stat().st_mode & 0o777 == 0o644 & ~_umask()
+    assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
 
 
 def test_the_history_is_synced_before_its_size_counts(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 from common.config.loading import load_config
 from common.config.schema import Config, SftConfig, SftTasksConfig
 from common.errors import UsageError
+from common.json_lines import LineFile
 from common.process.files import move_aside, replace_folder
 from common.process.run_dir import OtherRun, RunDir, differences, write_atomic, write_json
 from tests.rigs.configs import config_of
@@ -153,6 +154,21 @@ def test_an_atomic_write_lasts_its_name_is_synced_after_its_content_and_a_failed
         write_atomic(tmp_path / "deep" / "it", b"new")
     assert failed.value.errno == errno.ENOSPC
     assert ((tmp_path / "deep" / "it").read_bytes(), os.listdir(tmp_path / "deep")) == (b"other", ["it"])
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o027, 0o640)])
+def test_the_umask_says_who_else_may_write_a_run_and_secrets_stay_the_owner_s(
+    tmp_path: Path, umask: int, mode: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        write_json(tmp_path / "it", 1)
+        LineFile(tmp_path / "lines").close()
+        write_atomic(tmp_path / "key", b"secret", mode=0o600)
+    finally:
+        os.umask(before)
+    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert found == {"it": mode, "lines": mode, "key": 0o600}
 
 
 def test_what_is_moved_aside_gets_the_first_free_number_before_its_suffix(tmp_path: Path) -> None:
