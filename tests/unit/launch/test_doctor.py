@@ -518,7 +518,7 @@ def test_what_a_killed_job_left_behind_is_named_and_harmless(config: Config, run
 
 
 def test_a_broker_of_another_machine_that_does_not_answer_is_not_called_gone(config: Config, run: RunDir) -> None:
-    write_json(run.broker_json, BrokerFile(7, "ipc:///nobody/listens/here", 0.0, host="elsewhere"))
+    write_json(run.broker_json, BrokerFile(2147483000, "ipc:///nobody/listens/here", 0.0, host="elsewhere"))
     findings, _ = doctor.check_run(run, config)
     assert [f.code for f in found(findings, "warning")] == ["broker_elsewhere"]
 
