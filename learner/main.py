@@ -12,7 +12,8 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +23,10 @@ from common.config.checks import downloaded, resolve_paths
 from common.config.loading import load_either
 from common.config.loss import plugins
 from common.config.schema import BaseConfig, SftConfig
-from common.errors import EXIT_DONE
+from common.errors import EXIT_DONE, UsageError
 from common.process.health import serving_health
 from common.process.lifecycle import keep_freed_memory, leave, leaving_after, raise_open_files
+from common.process.lock_file import AlreadyLocked, take_lock
 from common.process.run_dir import RunDir
 from common.span_buffer import SPANS, SpanFile
 from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder, TrainerState
@@ -119,6 +121,21 @@ def train(
     return state
 
 
+@contextmanager
+def only_warm_start(run_dir: RunDir) -> Iterator[None]:
+    """Keep a second warm start out of the run folder; raises UsageError when there is one, on any machine."""
+    with ExitStack() as stack:
+        try:
+            run_dir.path.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(take_lock(run_dir.sft_lock))
+        except AlreadyLocked as error:
+            who = f"a warm start runs in {run_dir.path} (pid {error.holder}, maybe of another machine)"
+            raise UsageError(f"run.dir: {who}; stop it first, or choose another run.dir") from None
+        except OSError as error:
+            logger.warning("%s cannot be locked, so nothing keeps a second warm start out: %s", run_dir.path, error)
+        yield
+
+
 def run(arguments: Sequence[str]) -> int:
     """One rank from start to end; raises SlipstreamError (exit code 1) or UsageError (exit code 2)."""
     parser = argparse.ArgumentParser(prog="python -m learner.main")
@@ -137,7 +154,10 @@ def run(arguments: Sequence[str]) -> int:
         check(config.rl, str(words.config))
     raise_open_files()
     keep_freed_memory()
-    state = train(config, named, process, words.broker, words.address)
+    # The broker of an RL job, or of several machines, lets one learner in. A lost machine may hold its lock for long.
+    alone = process.is_lead and config.rl is None and config.learner.machines == 1
+    with only_warm_start(RunDir.of(named)) if alone else nullcontext():
+        state = train(config, named, process, words.broker, words.address)
     logger.info("%s", {"done": "trained to run.steps", "drained": "stopped early; start again to continue"}[state])
     return 0
 

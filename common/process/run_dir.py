@@ -107,6 +107,7 @@ class RunDir:
         self.quarantine = self.path / "quarantine"  # messages and groups that did not decode
         self.slurm_jobs = self.path / "slurm" / "jobs.json"
         self.up_lock = self.path / "up.lock"
+        self.sft_lock = self.path / "sft.lock"
 
     @classmethod
     def of(cls, config: BaseConfig) -> "RunDir":

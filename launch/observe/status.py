@@ -73,15 +73,18 @@ def warm_start(run: RunDir, config: SftConfig) -> dict[str, Any]:
     record = read_record(run)
     state = "absent"
     live = False
+    elsewhere = ""
     pid = None
     steps = len(tail.lines)
     if record is not None:
         pid = record.pid
-        live = record.state == "running" and record.runs_here
+        live = record.state == "running" and not record.ended
+        elsewhere = record.host if live and not record.runs_here else ""
         state = "training" if live else "gone" if record.state == "running" else record.state
         steps = record.policy_version if state in ("done", "drained") else steps
     learner = {"pid": pid, "state": state, "policy_version": steps, "waiting_on": "", "since_s": 0.0}
     about = {"run": str(run.path.resolve()), "name": config.run.name, "kind": "sft", "live": live, "learner": learner}
+    about["elsewhere"] = elsewhere  # its machine, of whose processes this one sees none
     about |= {"steps": config.run.steps, "model": (run.model / "config.json").is_file()}
     loss = known([tail.last.loss]) if tail.last else []
     figures = {"loss": loss[0] if loss else None, "step_s": tail.mean(lambda line: line.step_s, LATEST)}
@@ -90,8 +93,10 @@ def warm_start(run: RunDir, config: SftConfig) -> dict[str, Any]:
 
 def sentence(status: dict[str, Any]) -> str:
     learner, loss = status["learner"], status["loss"]
-    text = f"{status['name']}  {status['run']}\nwarm start: {learner['state']}, "
-    text += f"step {learner['policy_version']} of {status['steps']}"
+    text = f"{status['name']}  {status['run']}\nwarm start: {learner['state']}"
+    if status["elsewhere"]:
+        text += f" on {status['elsewhere']}, as far as is known"
+    text += f", step {learner['policy_version']} of {status['steps']}"
     if loss is not None:
         text += f", loss {loss:.4f}, {status['step_s']:.3f} s per step"
     if status["model"]:

@@ -92,4 +92,5 @@ def over(run: RunDir) -> bool:
     record = read_record(run)
     if record is None or (broker is not None and not broker.ended):
         return False
-    return record.state in LEARNER_ENDED or not record.runs_here
+    # A warm start has no broker, and may run where this machine sees none of its processes.
+    return record.state in LEARNER_ENDED or (record.ended if broker is None else not record.runs_here)

@@ -217,7 +217,7 @@ class RunView:
         record = read_record(self.run)
         if record is None:
             return "not running" if seen is not None or self.tail.steps else "not started"
-        ended = {"drained": "stopped", "running": "running" if record.runs_here else "stopped"}
+        ended = {"drained": "stopped", "running": "stopped" if record.ended else "running"}
         return ended.get(record.state, record.state)
 
     def _times(self, state: dict[str, Any]) -> dict[str, float | None]:

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ from common.evaluation import dataset_names
 from common.json_lines import EventFile
 from common.metrics import EvaluationMetrics, Metrics
 from common.process.files import FULL
-from common.process.lifecycle import alive, birth_of
+from common.process.lifecycle import alive, birth_of, out_of_sight, pid_space
 from common.process.run_dir import MetricsWriter, RunDir, unwritable, write_json
 from common.run_reader import read_tail
 from learner.checkpoint.best import Best
@@ -34,10 +35,17 @@ class LearnerRecord(msgspec.Struct, frozen=True):
     policy_version: int
     time_s: float
     birth: str = ""  # as lifecycle.birth_of
+    host: str = ""  # its machine; '' in the record of an earlier version
+    space: str = ""  # as lifecycle.pid_space; '' in the record of an earlier version
 
     @property
     def runs_here(self) -> bool:
-        return alive(self.pid, self.birth)
+        return self.space in ("", pid_space()) and alive(self.pid, self.birth)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its process is known to have ended; another machine's or container's processes are not seen."""
+        return not self.runs_here and not out_of_sight(self.host, self.space)
 
 
 def read_record(run_dir: RunDir) -> LearnerRecord | None:
@@ -53,8 +61,9 @@ def write_record(run_dir: RunDir, incarnation: int, state: str, policy_version: 
     newest = read_record(run_dir)
     if newest is not None and newest.incarnation > incarnation:
         return
-    now, pid = time.time(), os.getpid()
-    write_json(run_dir.learner_json, LearnerRecord(pid, incarnation, state, policy_version, now, birth_of(pid)))
+    now, pid, host = time.time(), os.getpid(), socket.gethostname()
+    record = LearnerRecord(pid, incarnation, state, policy_version, now, birth_of(pid), host, pid_space())
+    write_json(run_dir.learner_json, record)
 
 
 class RunFiles:

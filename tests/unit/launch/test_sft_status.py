@@ -3,12 +3,15 @@
 import json
 import os
 
+import msgspec
 import pytest
 
 from common.config.schema import ModelConfig, RunConfig, SftConfig, SftTasksConfig
-from common.process.run_dir import RunDir
+from common.process.run_dir import RunDir, write_json
 from launch.cli import main
-from learner.loop.run_files import write_record
+from launch.sinks.process import over
+from launch.web.run_view import RunView
+from learner.loop.run_files import read_record, write_record
 from tests.rigs.configs import json_of
 
 STEPS = 20
@@ -44,6 +47,20 @@ def test_a_running_warm_start_says_how_far_it_is_and_is_told_from_one_that_was_k
     assert main(["status", str(run.path)]) == 0
     assert "gone, step 7 of 20" in (out := capsys.readouterr().out)
     assert "the same command continues" in out
+
+
+def test_one_of_another_machine_or_container_runs_as_far_as_is_known(run, capsys):
+    """Its process is not seen here, so it is not called gone, and trackers are fed on."""
+    train(run, 7)
+    write_record(run, 0, "running", 0)
+    here = read_record(run)
+    boot, _ = here.space.split()
+    for host, space in (("node-7", "another-boot 1"), (here.host, f"{boot} 1")):
+        write_json(run.learner_json, msgspec.structs.replace(here, pid=2147483000, host=host, space=space))
+        assert main(["status", str(run.path)]) == 0
+        assert f"training on {host}, as far as is known, step 7 of 20" in capsys.readouterr().out
+        assert json_of(capsys, "status", str(run.path))["elsewhere"] == host
+        assert not over(run) and RunView(run)._phase(None) == "running"
 
 
 @pytest.mark.parametrize(("state", "version"), [("drained", 7), ("done", STEPS)])

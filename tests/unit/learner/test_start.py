@@ -22,7 +22,7 @@ from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerStat
 from learner.loop.lead_rank import LeadRank, prepare_lead
 from learner.loop.run_files import RunFiles, read_record, write_record
 from learner.loop.status_reporter import StatusReporter
-from learner.main import train
+from learner.main import only_warm_start, train
 from tests.rigs.brokers import MemoryBroker, MemoryLearner
 from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S
@@ -174,6 +174,21 @@ def test_a_learner_that_still_lives_commits_nothing_that_its_successor_has_not_r
         complete_and_commit(3)
     first.files.events.close()
     second.files.events.close()
+
+
+def test_a_second_warm_start_is_kept_out_where_files_can_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would remove the checkpoint that the first one writes, and cut the metrics file."""
+    run_dir = RunDir(tmp_path / "run")
+    words = ("run.dir", str(run_dir.path), f"pid {os.getpid()}")
+    with only_warm_start(run_dir), refused(UsageError, *words), only_warm_start(run_dir):
+        pass
+    with only_warm_start(run_dir):
+        pass
+    monkeypatch.setattr("fcntl.flock", lambda *_: os.open("/nowhere", os.O_RDONLY))
+    with only_warm_start(run_dir):
+        assert "nothing keeps a second warm start out" in caplog.text
 
 
 def test_a_replaced_learner_leaves_the_record_of_its_successor_alone(tmp_path: Path) -> None:
