@@ -41,7 +41,10 @@ QUIET_TICKS = 20  # a client that waits for an answer connects anew after 8 s in
 CUT_AT_ONCE = 16
 LEAST_BYTES = 1 << 20  # a connection that received less is not closed
 LEAST_UNREAD_BYTES = 64 << 10
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+CGROUPS = (  # limit, use, and the line of memory.stat about cached files that the kernel may drop; versions 2 and 1
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 class TokenBucket:
@@ -201,7 +204,9 @@ def own_memory() -> int:
 def free_memory() -> int:
     """Bytes that this process can still get from its machine or container."""
     free = psutil.virtual_memory().available
-    for path in CGROUP_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # no such file, or no number: no limit
-            free = min(free, int(Path(path).read_text()) - own_memory())
+    for folder, limit, used, cached in CGROUPS:
+        with contextlib.suppress(OSError, ValueError, KeyError):  # no such file, or no number: no limit
+            most, now = (int(Path(folder, name).read_text()) for name in (limit, used))
+            stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            free = min(free, most - now + int(stat[cached]))
     return free

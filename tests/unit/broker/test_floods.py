@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 import zmq
@@ -233,3 +234,15 @@ def test_memory_and_received_bytes_are_those_of_this_process_and_of_a_connection
     with open("/dev/null", "rb") as no_socket:
         assert tcp_bytes(no_socket.fileno()) == (0, 0)
         assert unread_bytes(no_socket.fileno()) == 0
+
+
+def test_all_processes_of_a_container_use_its_memory_but_not_files_that_the_kernel_may_drop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"memory.max": "1000\n", "memory.current": "900\n", "memory.stat": "anon 500\ninactive_file 300\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(flood_guard, "CGROUPS", [(str(tmp_path), *flood_guard.CGROUPS[0][1:])])
+    assert flood_guard.free_memory() == 400
+    (tmp_path / "memory.max").write_text("max\n")
+    assert flood_guard.free_memory() > 1 << 20
