@@ -182,7 +182,10 @@ def run() -> NoReturn:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if CHECKOUT is not None and str(CHECKOUT) not in paths:  # children do not search the current folder for it
         os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), *filter(None, paths)])
-    if isinstance(sys.stdout, io.TextIOWrapper):  # None when it is closed
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it is closed, and the next file would take its number
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows '?'
     leave(main())
 

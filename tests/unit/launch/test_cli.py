@@ -313,6 +313,20 @@ def test_output_that_goes_nowhere_changes_no_exit_code(tmp_path: Path, broken: s
     assert done.returncode == 2, done
 
 
+def test_a_command_works_with_a_closed_stdout_and_mixes_no_words_into_its_files(tmp_path: Path, job: Path) -> None:
+    said = tmp_path / "said"
+    for command in (f"plan {job} 2>&1 >&-", f"status {tmp_path / 'none'} >{said} 2>&-"):
+        done = subprocess.run(
+            ["bash", "-c", f"{sys.executable} -m launch.cli {command}"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert "Traceback" not in done.stdout + done.stderr
+    assert said.read_text() == "", "the reason of an error is no result"
+
+
 def test_a_terminal_of_two_columns_without_utf_8_shows_what_it_can() -> None:
     environment = os.environ | {"COLUMNS": "2", "PYTHONIOENCODING": "ascii"}
     words = [sys.executable, "-m", "launch.cli", "doctor"]
