@@ -182,9 +182,10 @@ def run() -> NoReturn:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if CHECKOUT is not None and str(CHECKOUT) not in paths:  # children do not search the current folder for it
         os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), *filter(None, paths)])
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # it is closed, and the next file would take its number
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # it is closed: the next file, here or in a child, would take its number
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows '?'
     leave(main())

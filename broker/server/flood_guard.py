@@ -5,9 +5,10 @@ collects them in memory. So the broker watches its own memory. When what it stor
 closes these connections:
 
     connections whose unfinished message is longer than any that the broker accepts
-    connections on which nothing moves; a client that waits for an answer connects anew sooner by itself
+    connections on which hardly anything moves; a client that waits for an answer connects anew sooner by itself
     connections that read none of their replies
-    half of the other unfinished messages, the shortest first, when the growth exceeds the memory that is left
+    half of the other unfinished messages when the growth exceeds the memory that is left: first those that
+    hardly move, then the shortest
 
 So a slow upload comes through, however many there are. A client that is cut off reconnects and repeats its request.
 """
@@ -22,7 +23,7 @@ import socket
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -38,10 +39,13 @@ logger = logging.getLogger(__name__)
 UNEXPLAINED_BYTES = 512 << 20  # or twice broker.max_message_bytes
 PATIENCE_S = 3.0  # living nodes and learners send messages more often
 QUIET_TICKS = 20  # a client that waits for an answer connects anew after 8 s in which nothing moves
+FEW_TICKS = 3  # about PATIENCE_S
+MOVES_BYTES = 64 << 10  # a connection that gets fewer in QUIET_TICKS stands still, also if a byte comes now and then
 CUT_AT_ONCE = 16
 LEAST_BYTES = 1 << 20  # a connection that received less is not closed
 LEAST_UNREAD_BYTES = 64 << 10
-CGROUPS = (  # limit, use, and the line of memory.stat about cached files that the kernel may drop; versions 2 and 1
+OWN_CGROUPS = Path("/proc/self/cgroup")
+CGROUPS = (  # versions 2 and 1: root, limit, use, and the line of memory.stat on files that the kernel may drop
     ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
@@ -75,8 +79,10 @@ class Progress:
     received: int
     begin: int  # bytes received before its unfinished message, as far as known
     acked: int
-    quiet: int = 0  # checks in a row at which nothing had moved
+    moved: int  # bytes received when it last moved
+    quiet: int = 0  # checks since then
     too_long: int = 0  # checks in a row at which its message was too long
+    finished: bool = False  # whether it completed a message in this alert
 
 
 class FloodGuard:
@@ -109,9 +115,10 @@ class FloodGuard:
         with contextlib.suppress(zmq.ZMQError, ValueError):
             fd = int(str(frame.get("__fd")))
             received, acked = tcp_bytes(fd)
-            seen = self._progress.setdefault(fd, Progress(received, received, acked))
-            seen.begin = received
+            seen = self._progress.setdefault(fd, Progress(received, received, acked, received))
+            seen.begin = seen.moved = received
             seen.quiet = seen.too_long = 0
+            seen.finished = True
 
     def tick(self, explained_bytes: int) -> None:
         """Check the memory, about once a second; `explained_bytes` is the size of what the broker stores in memory."""
@@ -155,28 +162,34 @@ class FloodGuard:
             received, acked = tcp_bytes(fd)
             seen = self._progress.get(fd)
             if seen is None:
-                self._progress[fd] = Progress(received, 0 if known else received, acked)
+                self._progress[fd] = Progress(received, 0 if known else received, acked, received)
                 continue
             if acked == seen.acked and unread_bytes(fd) >= LEAST_UNREAD_BYTES:
                 unread.append(fd)
-            seen.quiet = seen.quiet + 1 if received == seen.received else 0
+            if received - seen.moved >= MOVES_BYTES:
+                seen.moved, seen.quiet = received, 0
+            else:
+                seen.quiet += 1
             seen.too_long = seen.too_long + 1 if received - seen.begin > self._longest else 0
             seen.received, seen.acked = received, acked
         return unread
 
     def _cut(self, unread: list[int], short: bool) -> None:
         """Cut off `unread` and the harmful connections; `short`: the machine has little memory left."""
-        unfinished: list[tuple[int, int]] = []
+        unfinished: list[tuple[bool, int, int]] = []
         for fd, seen in self._progress.items():
             size = seen.received - seen.begin
             if seen.too_long >= 2:  # it may have been complete at the first check, and not read yet
                 _cut_off(fd, f"sent {size} bytes and completed no message")
             elif seen.quiet >= QUIET_TICKS and seen.received >= LEAST_BYTES:
-                _cut_off(fd, f"sent {seen.received} bytes, and then nothing and no message's end")
-            elif size >= LEAST_BYTES:
-                unfinished.append((size, fd))
-        for size, fd in sorted(unfinished)[: min(CUT_AT_ONCE, len(unfinished) // 2)] if short else ():
-            _cut_off(fd, f"sent {size} bytes of a message, the others more")
+                _cut_off(fd, f"sent {seen.received} bytes, and then next to nothing and no message's end")
+            else:
+                # How much came of a message that began before the alert is not known.
+                halted = seen.quiet >= FEW_TICKS and not seen.finished and seen.received >= LEAST_BYTES
+                if halted or size >= LEAST_BYTES:
+                    unfinished.append((not halted, size, fd))
+        for _, size, fd in sorted(unfinished)[: min(CUT_AT_ONCE, len(unfinished) // 2)] if short else ():
+            _cut_off(fd, f"sent {size} bytes of a message, and hardly moves or has less than others")
         for fd in unread:
             _cut_off(fd, "does not read its replies")
 
@@ -202,11 +215,22 @@ def own_memory() -> int:
 
 
 def free_memory() -> int:
-    """Bytes that this process can still get from its machine or container."""
+    """Bytes that this process can still get from its machine, container or Slurm job."""
     free = psutil.virtual_memory().available
-    for folder, limit, used, cached in CGROUPS:
+    for folder, (limit, used, cached) in memory_cgroups():
         with contextlib.suppress(OSError, ValueError, KeyError):  # no such file, or no number: no limit
-            most, now = (int(Path(folder, name).read_text()) for name in (limit, used))
-            stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            most, now = (int((folder / name).read_text()) for name in (limit, used))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             free = min(free, most - now + int(stat[cached]))
     return free
+
+
+def memory_cgroups() -> Iterator[tuple[Path, list[str]]]:
+    """The folders whose limits bind this process, each with the names of its files as in CGROUPS."""
+    with contextlib.suppress(OSError):
+        for line in OWN_CGROUPS.read_text().splitlines():
+            _, controllers, at = line.split(":", 2)
+            if not controllers or "memory" in controllers.split(","):
+                root, *names = CGROUPS[bool(controllers)]
+                own = Path(root, at.lstrip("/"))
+                yield from ((folder, names) for folder in (own, *own.parents) if folder.is_relative_to(root))

@@ -24,7 +24,7 @@ def needs_ipv6(address: str) -> bool:
         return "[" in address
     host, _ = host_and_port(address)
     for family in (socket.AF_INET, socket.AF_INET6):
-        with suppress(OSError):
+        with suppress(OSError, UnicodeError):  # a label may be empty, or too long
             socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)
             return family == socket.AF_INET6
     return False

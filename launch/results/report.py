@@ -20,7 +20,7 @@ from rich.text import Text
 
 from common.config.schema import BaseConfig, Config
 from common.errors import SlipstreamError, UsageError
-from common.metrics import AGE_NAMES, OptFloat, SftMetrics, StepMetrics
+from common.metrics import AGE_NAMES, OptFloat, SftMetrics, StepMetrics, judged
 from common.process.install import advice
 from common.process.run_dir import RunDir, differences, unwritable, write_json
 from common.run_reader import LATEST, MetricsTail, ends, known, mean, read_tail
@@ -180,6 +180,8 @@ def summarise(run: RunDir, tail: MetricsTail[StepMetrics], config: Config | None
         advice |= {"learner_idle_share": found.idle, "speedup": found.speedup}
     kinds = [(unit, reason) for reason in WASTE_REASONS for unit in ("tokens", "seconds")]
     wasted = {f"{unit}_{reason}": known([getattr(last, f"{unit}_wasted_{reason}", None)]) for unit, reason in kinds}
+    reached = first_above(rewards, 0.9)
+    counted = [at for at, line in enumerate(lines, 1) if known([judged(line, "reward_mean")])]
     summary: Figures = {
         "run": {
             "name": config.run.name if config else run.path.name,
@@ -188,7 +190,7 @@ def summarise(run: RunDir, tail: MetricsTail[StepMetrics], config: Config | None
             "incarnations": (last.incarnation or 0) + 1,
             "tasks_given_up": dead_tasks(run),
         },
-        "reward": {**ends(rewards), "best_step": max(rewards), "steps_to_0.9": first_above(rewards, 0.9)},
+        "reward": {**ends(rewards), "best_step": max(rewards), "steps_to_0.9": reached and counted[reached - 1]},
         "staleness": {
             "allowed": config.staleness.max if config else None,
             "mean": mean(series(tail, "staleness_mean")),
@@ -245,7 +247,7 @@ def mismatch_by_age(lines: Sequence[StepMetrics]) -> dict[str, float]:
 
 
 def first_above(values: list[float], limit: float) -> int | None:
-    """Steps until the mean of three successive values reaches `limit`; None when it never does."""
+    """Values until the mean of three successive ones reaches `limit`; None when it never does."""
     return next((end for end in range(3, len(values) + 1) if sum(values[end - 3 : end]) / 3 >= limit), None)
 
 

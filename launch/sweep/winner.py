@@ -118,9 +118,7 @@ def decide(arms: Sequence[Arm], rule: Rule) -> Decision:
         return Decision("tie", None, best)
     if min(seeds[first]) <= max(max(seeds[name]) for name in others):
         return Decision("within_spread", None, best)
-    single = min(len(seeds[first]), len(seeds[others[0]])) == 1
-    if single:
-        return Decision("one_seed", first, best)
     if any(run.value is None for arm in arms if arm.name == first for run in arm.runs):
         return Decision("incomplete", None, best)
-    return Decision("clear", first, best)
+    single = min(len(seeds[first]), len(seeds[others[0]])) == 1
+    return Decision("one_seed" if single else "clear", first, best)

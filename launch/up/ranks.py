@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from common.config.schema import BaseConfig
@@ -48,8 +49,10 @@ def prepare(config: BaseConfig, run: RunDir) -> None:
             return
         except DiskFull as error:
             if not told:
-                sys.stderr.write(f"{error}; the learner starts when there is room\n")
                 told = True
+                with suppress(OSError):  # the log may be on the same disk
+                    sys.stderr.write(f"{error}; the learner starts when there is room\n")
+                    sys.stderr.flush()
             time.sleep(ROOM_S)
 
 

@@ -141,8 +141,9 @@ class RoleJob:
             told = "comes back" if fate == "comes_back" else "has left"
             say(f"{self.role}: drained; {told}")
             return
-        self._over.parent.mkdir(exist_ok=True)
-        self._over.touch()  # before the look at the others, because several may end at the same time
+        with suppress(OSError):  # a full disk keeps no job from ending the others
+            self._over.parent.mkdir(exist_ok=True)
+            self._over.touch()  # before the look at the others, because several may end at the same time
         try:
             repeated(lambda: self._end_others(code, fate == "cancelled"), say, until)
         except SlipstreamError as error:  # the job has the role's exit code all the same
@@ -158,7 +159,8 @@ class RoleJob:
 
 
 def say(text: str) -> None:
-    print(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), text, flush=True)
+    with suppress(OSError):  # the job's output may be on a full disk
+        print(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), text, flush=True)
 
 
 def main(words: Sequence[str]) -> int:

@@ -21,6 +21,7 @@ from broker.contract import LearnerReport
 from broker.server.server import BrokerServer
 from broker.sockets import connect_dealer
 from common.errors import BrokerError, BrokerUnreachable, UsageError
+from common.process.local_address import needs_ipv6
 from common.security.credentials import KeyFolder, load_credential
 from common.security.curve import BROKEN_S
 from launch.keys import make, revoke
@@ -267,6 +268,11 @@ def test_a_broker_on_every_interface_tells_its_ipv6_address_where_it_has_no_othe
     monkeypatch.setattr(socket, "getaddrinfo", names({("me", family): ip for family, ip in known.items()}))
     monkeypatch.setattr(socket, "gethostname", lambda: "me")
     assert sockets.reachable(bound) == told
+
+
+@pytest.mark.parametrize("host", ["a..b", ".x", "x" * 64])
+def test_a_name_that_cannot_be_one_needs_no_ipv6(host: str) -> None:
+    assert not needs_ipv6(f"tcp://{host}:7")
 
 
 def _has_ipv6() -> bool:

@@ -4,6 +4,8 @@ import errno
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import torch
@@ -233,6 +235,20 @@ def test_a_learner_waits_for_room_before_it_starts(machine: Path, tmp_path: Path
     ranks.become_torchrun(config, run)
     assert started and not tries
     assert capfd.readouterr().err.count("the learner starts when there is room") == 1
+
+
+def test_a_learner_waits_for_room_also_when_its_log_is_on_the_full_disk(tmp_path: Path, monkeypatch) -> None:
+    config, tries = job(tmp_path), [OSError(errno.ENOSPC, "full")] * 2
+    run, dump = prepared(config), run_dir.dump_yaml
+    monkeypatch.setattr(run_dir, "dump_yaml", lambda config: full() if tries and tries.pop() else dump(config))
+    monkeypatch.setattr(ranks, "ROOM_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=full, flush=full))
+    ranks.prepare(config, run)
+    assert not tries
+
+
+def full(*_: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, "full")
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

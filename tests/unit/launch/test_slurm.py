@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from threading import Timer
+from threading import Thread
 
 import msgspec
 import pytest
@@ -21,6 +21,7 @@ from launch.cluster.slurm.submit import parse_bounds, parse_options, wanted_node
 from launch.observe.advisor import Advice
 from tests.rigs.configs import job_of, prepared, refusal, write_job
 from tests.rigs.refusals import refused
+from tests.rigs.waiting import until
 
 RELAY = {"weights": {"transport": "relay"}}
 
@@ -302,11 +303,19 @@ def test_a_learner_that_ends_for_good_keeps_its_exit_code_while_the_queue_cannot
 def test_a_step_is_told_to_drain_until_the_controller_takes_it(
     tmp_path: Path, slurm_of: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "srun").write_text("#!/bin/sh\nexec sleep 1\n")
+    running, told = tmp_path / "running", tmp_path / "told"
+    (tmp_path / "srun").write_text(f"#!/bin/sh\ntouch {running}\nwhile ! [ -e {told} ]; do sleep 0.05; done\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     asked = slurm_of({"scancel --signal=TERM": 2}, scontrol=RUNNING)
     step = RoleJob(prepared(job_of(tmp_path)), "learner", ["srun"])
-    Timer(0.2, step.flag.set, ["SIGUSR1"]).start()
+
+    def drain() -> None:
+        until(running.exists)
+        step.flag.set("SIGUSR1")
+        until(lambda: asked.count("scancel --signal=TERM") == 3)
+        told.touch()
+
+    Thread(target=drain).start()
     assert step.run() == EXIT_DONE
     assert asked.count("scancel --signal=TERM") == 3

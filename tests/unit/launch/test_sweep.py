@@ -243,7 +243,8 @@ def arms_of(**values: Sequence[float | None]) -> list[Arm]:
         ("max", {"a": [3.0, 3.0], "b": [4.0, 5.0], "c": [-9.0, 4.5]}, "within_spread", None, ["b"]),
         ("min", {"a": [1.0, 4.5], "b": [4.0, 5.0]}, "within_spread", None, ["a"]),
         ("max", {"a": [1.0], "b": [2.0]}, "one_seed", "b", ["b"]),
-        ("max", {"a": [1.0, 1.1], "b": [2.0, None]}, "one_seed", "b", ["b"]),
+        ("max", {"a": [1.0, None], "b": [2.0, 2.1]}, "one_seed", "b", ["b"]),
+        ("max", {"a": [1.0, 1.1], "b": [2.0, None]}, "incomplete", None, ["b"]),
         # a seed that failed might have been the worst one
         ("max", {"a": [0.90, 0.91, None], "b": [0.80, 0.81, 0.82]}, "incomplete", None, ["a"]),
         ("min", {"a": [0.90, 0.91, 0.92], "b": [0.80, None, 0.82]}, "incomplete", None, ["b"]),
