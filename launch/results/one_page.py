@@ -149,7 +149,7 @@ def wasted(summary: Mapping[str, Mapping[str, Any]], tail: Steps) -> Iterator[st
     generated = f"{tokens['wasted']:,} of {tokens['generated']:,} generated tokens{share}"
     yield f"{generated}{reasons and ': '}{reasons}"
     filtered, again = (sum(tail.series(m)) for m in (lambda x: x.groups_filtered, lambda x: x.groups_regenerated))
-    counts = {"groups filtered, all rewards equal": filtered, "groups given back": again}
+    counts = {"groups filtered, without signal": filtered, "groups given back": again}
     counts |= {"tokens expired": summary["staleness"]["tokens_expired"]}
     counts |= {f"samples failed ({reason})": count for reason, count in summary["failed_samples"].items()}
     if any(counts.values()):

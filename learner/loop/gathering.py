@@ -144,7 +144,7 @@ class Gathering:
         self.missing = size + self.replaced - taken
         if self.missing <= 0 and flat and len(flat) == taken:
             self._files.note("step_without_signal", step=step, groups=taken)
-            logger.warning("step %d trains nothing: in each of %d groups all rewards are equal", step, taken)
+            logger.warning("step %d trains nothing: none of %d groups carries a signal", step, taken)
         return self.missing <= 0
 
     def _check_deaths(self, status: BrokerStatus) -> None:

@@ -170,7 +170,8 @@ def _bypass_proxies() -> None:
     """Let HTTP clients here and in children connect to HOST directly: a proxy would get prompts and keys."""
     for name, other in (("no_proxy", "NO_PROXY"), ("NO_PROXY", "no_proxy")):
         known = [word.strip() for word in os.environ.get(name, os.environ.get(other, "")).split(",")]
-        os.environ[name] = ",".join(dict.fromkeys(filter(None, (*known, HOST, "localhost"))))
+        words = ["*"] if "*" in known else [*filter(None, known), HOST, "localhost"]  # "*" counts only when it is alone
+        os.environ[name] = ",".join(dict.fromkeys(words))
 
 
 async def _streamed(request: web.Request, events: Iterable[tuple[str, dict[str, Any]]]) -> web.StreamResponse:

@@ -23,7 +23,7 @@ from common.process.local_address import needs_ipv6, this_machine
 from common.security.credentials import Credential
 from common.security.curve import Handshakes, secure_client
 from common.span_buffer import SPANS
-from common.weights.receive.contract import Watch, WeightsState, WeightTarget
+from common.weights.receive.contract import Flip, Watch, WeightsState, WeightTarget
 from common.weights.receive.receiver import StagingStatus
 from common.weights.transports.nccl import shared_versions
 from common.weights.transports.relay import Stall
@@ -77,7 +77,7 @@ class WeightClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._staging: asyncio.Task[None] | None = None
         self._staged: Publish | None = None
-        self._flip: asyncio.Task[None] | None = None
+        self._aftermath: asyncio.Task[None] | None = None  # after a flip whose learner is gone
         self._frozen = ""  # checksum of the frozen weights that the target keeps
         self._closed = False
 
@@ -106,7 +106,9 @@ class WeightClient:
         self._closed = True
         with contextlib.suppress(zmq.ZMQError, TimeoutError):
             await asyncio.wait_for(self._send(messages.Leave(self._node_id)), 1)
-        tasks = [*self._tasks, *(task for task in (self._staging, self._flip) if task is not None)]
+        tasks = [*self._tasks, *([self._staging] if self._staging else [])]
+        if self._aftermath is not None:
+            self._aftermath.cancel()
         self._disconnect()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -212,8 +214,7 @@ class WeightClient:
             self._staged = None
             self._staging = asyncio.create_task(self._stage(message, data))
         elif isinstance(message, messages.Activate):
-            self._flip = asyncio.create_task(self._activate(message))
-            await asyncio.shield(self._flip)  # where the connection ends meanwhile, the engine flips all the same
+            await self._activate(message)
         elif isinstance(message, messages.StoreEntries | messages.Reroute | messages.Serve):
             try:
                 await self._target.tell(data, self._node_id)
@@ -252,12 +253,18 @@ class WeightClient:
             logger.info("version %d is not what is staged here; ignored", message.version)
             return
         self._staged = None
-        connection = self._socket
         started = time.perf_counter()
         await self._change(flipping=True)
+        flipping = asyncio.ensure_future(self._target.flip(publish.incarnation, publish.version, publish.checksum))
         try:
-            flip = await self._target.flip(publish.incarnation, publish.version, publish.checksum)
+            flip = await asyncio.shield(flipping)
             difference = await self._compare(publish.canary) if publish.canary is not None else None
+        except asyncio.CancelledError:  # the connection has ended; the engine flips all the same
+            if self._closed:
+                flipping.cancel()
+            else:
+                self._aftermath = asyncio.create_task(self._settle(flipping, publish))
+            raise
         except Exception as error:
             await self._exclude(message, _failure(error))
             return
@@ -284,8 +291,18 @@ class WeightClient:
             checksum=flip.checksum,
             canary_max_difference=difference,
         )
-        if self._socket is connection:  # a restarted learner gives its own version
-            await self._send(active)
+        await self._send(active)
+
+    async def _settle(self, flipping: "asyncio.Future[Flip]", publish: Publish) -> None:
+        """Say how a flip ended whose learner is gone. Its canary is not read: the next learner has its own."""
+        try:
+            flip = await flipping
+        except Exception as error:
+            await self._exclude(publish, _failure(error))
+            return
+        state = self.state
+        counts = {"flips": state.flips + 1, "stall_s": state.stall_s + flip.stall_s}
+        await self._change(version=publish.version, incarnation=publish.incarnation, flipping=False, **counts)
 
     async def _compare(self, canary: Canary) -> float:
         """Largest |difference| between the learner's and this engine's log-probabilities; raises ProofFailed.

@@ -94,7 +94,7 @@ class Full(Failover):
 
     def append(self, batch: list[Record], **_: Any) -> None:
         if self.full:
-            raise StoreUnavailable("no space left")
+            raise StoreUnavailable("No space left")
         super().append(batch)
 
     def close(self) -> None:

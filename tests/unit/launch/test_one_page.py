@@ -71,7 +71,7 @@ def test_the_page_has_every_line_of_a_run_and_fits_a_chat(run, config) -> None:
     whole = "\n".join(each for _, each in rows)
     assert "7 tasks given up" in whole
     assert "5 of 2,400 generated tokens (0.2%): 5 lost" in whole
-    assert "40 groups filtered, all rewards equal, 60 samples failed (timeout)" in whole
+    assert "40 groups filtered, without signal, 60 samples failed (timeout)" in whole
     assert "█ training 50%  ░ waiting for groups 25%  · other 25%" in whole
     assert text["time"].startswith("█" * 24 + "░" * 12 + "·" * 12)
     assert len(rows) <= 16 and all(len(each) <= 130 for _, each in rows)

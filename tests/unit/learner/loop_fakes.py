@@ -128,7 +128,9 @@ class BigramBackend:
             return False
         self.writing = None
         if self.disk_full:
-            raise SlipstreamError(f"checkpoint {path} could not be written: no space left on device")
+            raise SlipstreamError(
+                f"checkpoint {path} could not be written: rank 0: OSError: [Errno 28] No space left on device"
+            )
         path.mkdir()
         np.save(path / "table.npy", table)
         (path / "steps").write_text(str(steps))

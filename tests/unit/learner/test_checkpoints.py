@@ -204,7 +204,7 @@ def kill_half_way(world: World) -> None:
 def fill_the_disk(world: World) -> None:
     finish = world.lead.files.finish_checkpoint
     world.lead.files.finish_checkpoint = lambda state: (finish(state), setattr(world.backend, "disk_full", True))
-    with refused(SlipstreamError, "no space left"):
+    with refused(SlipstreamError, "No space left"):
         world.run()
 
 
@@ -266,13 +266,29 @@ def test_the_run_goes_on_through_a_full_disk_and_loses_no_line(
     assert not list(world.run_dir.checkpoints.glob(".*")), "leftovers take no room"
 
 
+def test_a_run_goes_on_when_its_first_checkpoint_fills_the_disk_or_a_quota(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then its files are removed, so there is room again."""
+    world = make_world(run={"steps": 4}, learner=saving(every=1))
+    start = world.lead.next_command
+
+    def turn(step: int) -> Command:
+        world.backend.disk_full = step == 0
+        return start(step)
+
+    world.lead.next_command = turn
+    assert world.run() == "done"
+    assert [step for step, _ in world.broker.commits] == [1, 2, 3]
+
+
 def test_a_checkpoint_that_finds_no_room_at_a_drain_ends_the_learner(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make_world(run={"steps": 4}, learner=saving(every=9))
     monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     world.backend.disk_full = True
-    with refused(SlipstreamError, "no space left"):
+    with refused(SlipstreamError, "No space left"):
         world.run()
 
 

@@ -21,6 +21,7 @@ from rollout_fleet.environments.isolation.backend import BackendFailed
 from rollout_fleet.environments.isolation.process_backend import Channel, ProcessBackend, ProcessHost
 from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.episode.rendering import Tokenizer
+from tests.rigs.processes import ROOT
 from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S, until, until_async
 from tests.unit.rollout_fleet.fleet_fakes import CharacterTokenizer, ScriptedSampler, make_driver, say, text_of
@@ -377,3 +378,19 @@ async def test_an_episode_that_waits_for_the_model_costs_no_time(
     await asyncio.sleep(2.0)
     assert sum(process.num_ctx_switches().voluntary for process in started) - slept <= 10
     channel.close()
+
+
+def test_a_python_without_pidfds_watches_its_workers_too() -> None:
+    """Some builds lack the function."""
+    code = """
+import os, socket, time
+from rollout_fleet.environments.isolation import fork_server
+del os.pidfd_open
+here, there = socket.socketpair()
+child = os.fork()
+if child == 0:
+    os._exit(3)
+print(fork_server._watch(child, here.fileno(), time.monotonic() + 600, 600.0))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "its process ended with exit code 3\n", done.stderr

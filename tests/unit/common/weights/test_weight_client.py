@@ -178,38 +178,45 @@ async def test_a_canary_bounds_the_largest_difference_and_of_rounded_weights_the
         assert (said.fatal, said.kind) == (True, FailureKind.CANARY)
 
 
-@pytest.mark.parametrize("checksum", ["right", "wrong"])
-async def test_a_flip_that_outlives_its_learner_is_told_as_it_ended(checksum: str) -> None:
+@pytest.mark.parametrize("ends", ["right", "wrong", "in the canary"])
+async def test_a_flip_that_outlives_its_learner_is_told_as_it_ended(ends: str) -> None:
+    """A canary of the learner that is gone says nothing on the weights of the next one."""
     begun, go_on = asyncio.Event(), asyncio.Event()
 
     class Slow(Target):
         async def flip(self, incarnation: int, version: int, expected: str) -> Flip:
-            begun.set()
-            await go_on.wait()
-            if checksum == "wrong":
+            if ends != "in the canary":
+                begun.set()
+                await go_on.wait()
+            if ends == "wrong":
                 raise ProofFailed("other weights")
             return Flip(0.0, expected)
+
+        async def canary(self, tokens: list[int]) -> CanaryRead:
+            begun.set()
+            await go_on.wait()
+            return CanaryRead([9.0], [], False)
 
     target = Slow()
     client = WeightClient("node", target)  # type: ignore[arg-type]
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.ROUTER) as router:
         port = router.bind_to_random_port("tcp://127.0.0.1")
         client.follow(f"tcp://127.0.0.1:{port}", 0)
+        canary = messages.Canary([1, 2], [-1.0], tolerance=0.5) if ends == "in the canary" else None
         while not begun.is_set():
             await until_async(lambda: begun.is_set() or router.poll(0), "a message of the node, or its flip")
             if router.poll(0):
                 identity, data = router.recv_multipart()
-                for message in activation().get(type(messages.decode_from_node(data)), ()):
+                for message in activation(canary).get(type(messages.decode_from_node(data)), ()):
                     router.send_multipart([identity, messages.encode(message)])
-        client.follow(f"tcp://127.0.0.1:{port}", 1)
-        await asyncio.sleep(0)
         assert client.state.flipping
-        go_on.set()
+        client.follow(f"tcp://127.0.0.1:{port}", 1)
+        if ends != "in the canary":
+            go_on.set()
         await until_async(lambda: not client.state.flipping, "the end of the flip")
+        go_on.set()
         await client.close()
-    assert (client.state.version, client.state.excluded) == (
-        (7, None) if checksum == "right" else (-1, "other weights")
-    )
+    assert (client.state.version, client.state.excluded) == ((-1, "other weights") if ends == "wrong" else (7, None))
     assert target.excluded == (client.state.excluded or "")
 
 
