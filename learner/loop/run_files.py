@@ -199,8 +199,7 @@ class RunFiles:
     def skip_checkpoint(self, version: int, reason: str) -> bool:
         """Remove what is left of a checkpoint that failed; returns whether the disk is full: then training goes on."""
         try:
-            # The error says it best: what was written is removed by now, and a quota is not seen.
-            full = any(f"[Errno {number}]" in reason for number in FULL) or self.checkpoints.lacks_room()
+            full = self.checkpoints.lacks_room()
             self.checkpoints.remove_scratch(version)
         except OSError as error:
             logger.warning("the folder of the checkpoints cannot be read: %s", error)

@@ -266,22 +266,6 @@ def test_the_run_goes_on_through_a_full_disk_and_loses_no_line(
     assert not list(world.run_dir.checkpoints.glob(".*")), "leftovers take no room"
 
 
-def test_a_run_goes_on_when_its_first_checkpoint_fills_the_disk_or_a_quota(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By then its files are removed, so there is room again."""
-    world = make_world(run={"steps": 4}, learner=saving(every=1))
-    start = world.lead.next_command
-
-    def turn(step: int) -> Command:
-        world.backend.disk_full = step == 0
-        return start(step)
-
-    world.lead.next_command = turn
-    assert world.run() == "done"
-    assert [step for step, _ in world.broker.commits] == [1, 2, 3]
-
-
 def test_a_checkpoint_that_finds_no_room_at_a_drain_ends_the_learner(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
