@@ -94,11 +94,14 @@ def leaving_after(seconds: float, code: int, why: str) -> Generator[None]:
         timer.cancel()
 
 
-def alive(pid: int, birth: str = "") -> bool:
+def alive(pid: int, birth: str = "", space: str = "") -> bool:
     """Whether the process `pid` runs on this machine (zombies count as gone on Linux).
 
-    With its `birth`, another process that got the same number later does not count.
+    With its `birth`, another process that got the same number later does not count. With its `pid_space`, a stranger
+    that has the number here does not, either.
     """
+    if space not in ("", pid_space()):
+        return False
     seen = os.path.isdir("/proc/self")
     try:
         os.kill(pid, 0)

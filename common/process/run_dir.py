@@ -67,7 +67,7 @@ class BrokerFile(msgspec.Struct, frozen=True):
 
     @property
     def runs_here(self) -> bool:
-        return self.space in ("", pid_space()) and alive(self.pid, self.birth)
+        return alive(self.pid, self.birth, self.space)
 
     @property
     def ended(self) -> bool:

@@ -42,7 +42,7 @@ def test_a_running_warm_start_says_how_far_it_is_and_is_told_from_one_that_was_k
     assert (found["loss"], found["tokens_trained"]) == (pytest.approx(1.7), 350)
     assert main(["status", str(run.path)]) == 0
     assert "warm start: training, step 7 of 20, loss 1.7000" in capsys.readouterr().out
-    monkeypatch.setattr("learner.loop.run_files.alive", lambda pid, birth: False)
+    monkeypatch.setattr("learner.loop.run_files.alive", lambda pid, birth, space: False)
     assert json_of(capsys, "status", str(run.path))["learner"]["state"] == "gone"
     assert main(["status", str(run.path)]) == 0
     assert "gone, step 7 of 20" in (out := capsys.readouterr().out)
