@@ -23,9 +23,8 @@ import socket
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import psutil
@@ -33,6 +32,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from broker.sockets import tcp_bytes
+from common.process.memory import free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +44,6 @@ MOVES_BYTES = 64 << 10  # a connection that gets fewer in QUIET_TICKS stands sti
 CUT_AT_ONCE = 16
 LEAST_BYTES = 1 << 20  # a connection that received less is not closed
 LEAST_UNREAD_BYTES = 64 << 10
-OWN_CGROUPS = Path("/proc/self/cgroup")
-CGROUPS = (  # versions 2 and 1: root, limit, use, and the line of memory.stat on files that the kernel may drop
-    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
 
 
 class TokenBucket:
@@ -212,25 +207,3 @@ def own_memory() -> int:
     """Resident bytes of this process that belong to no file."""
     memory = psutil.Process().memory_info()
     return memory.rss - memory.shared
-
-
-def free_memory() -> int:
-    """Bytes that this process can still get from its machine, container or Slurm job."""
-    free = psutil.virtual_memory().available
-    for folder, (limit, used, cached) in memory_cgroups():
-        with contextlib.suppress(OSError, ValueError, KeyError):  # no such file, or no number: no limit
-            most, now = (int((folder / name).read_text()) for name in (limit, used))
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            free = min(free, most - now + int(stat[cached]))
-    return free
-
-
-def memory_cgroups() -> Iterator[tuple[Path, list[str]]]:
-    """The folders whose limits bind this process, each with the names of its files as in CGROUPS."""
-    with contextlib.suppress(OSError):
-        for line in OWN_CGROUPS.read_text().splitlines():
-            _, controllers, at = line.split(":", 2)
-            if not controllers or "memory" in controllers.split(","):
-                root, *names = CGROUPS[bool(controllers)]
-                own = Path(root, at.lstrip("/"))
-                yield from ((folder, names) for folder in (own, *own.parents) if folder.is_relative_to(root))

@@ -7,16 +7,14 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import psutil
-
 from common.config.network_checks import is_loopback, split_address
 from common.config.schema import BaseConfig
 from common.process.install import CHECKOUT, SOURCES, advice, environments_folder
+from common.process.memory import free_memory, memory_limit
 from common.process.versions import INSTALL_BRIDGE, versions
 from launch.checks.findings import Finding, fine, problem, refusal, warning
 from launch.plan.job_plan import GIB, MIB, Plan
@@ -32,7 +30,6 @@ from launch.up.devices import (
 )
 
 CLOCK_UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 PYTHONS = ((3, 11), (3, 13))
 REQUIREMENTS = SOURCES / "requirements"
 # the packages without which a role does not run, by role of launch/setup.sh
@@ -59,7 +56,7 @@ EARLIEST_S = 1_735_689_600.0  # 2025
 class Machine:
     python: tuple[int, ...]
     cores: int
-    memory_bytes: int  # the host's, or the limit of this container
+    memory_bytes: int  # the host's, or the limit of this container or Slurm job
     available_bytes: int
     shm_bytes: int  # size of /dev/shm; 0 when there is none
     open_files: int  # the hard limit of this process; -1: none
@@ -73,18 +70,12 @@ class Machine:
 
 
 def look() -> Machine:
-    memory = psutil.virtual_memory()
-    limits: list[int] = []
-    for path in CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # no such file, or no number: 'max'
-            limits.append(int(Path(path).read_text()))
-    limit = min([memory.total, *limits])
     found = [(d.metadata["Name"], d.version) for d in metadata.distributions()]
     return Machine(
         python=tuple(sys.version_info[:3]),
         cores=len(available_cores()),
-        memory_bytes=limit,
-        available_bytes=min(memory.available, limit),
+        memory_bytes=memory_limit(),
+        available_bytes=free_memory(),
         shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         # the first of a name is the one that is imported
