@@ -34,7 +34,7 @@ POLL_S = 0.2
 VERDICTS = {
     "clear": "winner: {best}; each of its seeds is better than every seed of the other arms",
     "one_seed": "winner: {best}; it or the next arm has one seed, so the spread is unknown",
-    "incomplete": "no clear winner: {best} is ahead, but not all of its seeds have a value",
+    "incomplete": "no clear winner: {best} is ahead, but a seed of it has no value, or others have not finished",
     "within_spread": "no clear winner: {best} has the best mean, but its seeds overlap with those of another arm",
     "tie": "no winner: the means of {best} are equal",
     "alone": "no winner: only {best} has a value",

@@ -2,7 +2,7 @@
 
 The number is the mean of a metric over the last steps of a run, or the best value of its held-out evaluations. A winner
 is clear only if the worst of its seeds is better than the best seed of every other arm. An arm that lacks the value of
-a seed is no clear winner, because that seed may be its worst one.
+a seed is no clear winner, because that seed may be its worst one. Nor is one that runs of other arms may yet overtake.
 """
 
 import math
@@ -118,7 +118,8 @@ def decide(arms: Sequence[Arm], rule: Rule) -> Decision:
         return Decision("tie", None, best)
     if min(seeds[first]) <= max(max(seeds[name]) for name in others):
         return Decision("within_spread", None, best)
-    if any(run.value is None for arm in arms if arm.name == first for run in arm.runs):
+    late = ("unfinished", "not_started")
+    if any(run.value is None for arm in arms for run in arm.runs if arm.name == first or run.state in late):
         return Decision("incomplete", None, best)
     single = min(len(seeds[first]), len(seeds[others[0]])) == 1
     return Decision("one_seed" if single else "clear", first, best)

@@ -264,6 +264,15 @@ def test_a_winner_is_clear_only_beyond_the_spread_of_seeds(
     assert (found.verdict, found.winner, found.best) == (verdict, winner, best)
 
 
+@pytest.mark.parametrize(
+    ("state", "verdict"), [("unfinished", "incomplete"), ("not_started", "incomplete"), ("failed", "clear")]
+)
+def test_a_winner_is_not_clear_while_a_run_of_another_arm_may_overtake_it(state: Any, verdict: str) -> None:
+    first, second = arms_of(a=[1.0, 1.1], b=[0.1, 0.2])
+    other = Arm.of("b", {}, [*second.runs, Score("b2", 2, state, None)])
+    assert decide([first, other], Rule("reward_mean", "max", 10)).verdict == verdict
+
+
 def test_every_verdict_has_a_sentence() -> None:
     assert set(sweep.VERDICTS) == set(get_args(Verdict))
 
