@@ -15,7 +15,7 @@ from tests.rigs.jobs import weights_of
 from tests.rigs.machines import weights_in
 from tests.rigs.waiting import LIMIT_S, until
 
-PORT, STEPS, EVERY, TIMEOUT_S = 5566, 400, 25, 20.0
+PORT, STEPS, EVERY, TIMEOUT_S = 5566, 200, 10, 20.0
 LISTEN, LOOPBACK = "0A", "0100007F"
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,8 @@ class Run:
 
     def __init__(self, cluster: Slurm, folder: Path, steps: int, **learner: int) -> None:
         self.cluster, self.path = cluster, folder / "run"
-        sections = {"rollout": {"nodes": 1}, "weights": {"transport": "relay"}, "learner": learner}
+        sections: dict[str, Any] = {"rollout": {"nodes": 1}, "weights": {"transport": "relay"}, "learner": learner}
+        sections["tasks"] = {"options": {"pause_s": 0.25}}  # else the learner trains all the time that Slurm takes
         self.config = write_config(folder / "job.yaml", make_assets(folder / "assets"), self.path, steps, **sections)
 
     def slipstream(self, *words: str) -> str:

@@ -114,6 +114,7 @@ def test_weights_change_while_a_job_runs_and_a_learner_killed_before_their_effec
     assert lines[-1]["kl_mean"] > 0
     written = list(read(RunDir(run_dir)))
     assert {(t.serial, t.source) for t in written} <= set(sources.items())
+    assert {transcript.source for transcript in written} == {"sums", "guessing"}
     for transcript in written:
         turns = [turn for turn in transcript.turns if turn.author == "policy"]
         assert len(turns) <= (2 if transcript.source == "guessing" else 1)

@@ -547,7 +547,9 @@ def test_a_node_that_left_in_good_order_is_told_from_one_that_died(tmp_path):
 def test_no_state_is_missing_where_spans_of_a_process_overlap(recorded):
     lanes = Lanes(recorded)
     for _ in range(2):
-        for row in lanes.page("", FIRST, 1e9)["rows"]:
+        rows = lanes.page("", FIRST, 1e9)["rows"]
+        assert len(rows) == 5, "the learner and four nodes"
+        for row in rows:
             states = [piece.state for piece in row["pieces"] if piece.state not in ("dead", "left")]
             assert len(states) == 2 * 40, row["who"]
 

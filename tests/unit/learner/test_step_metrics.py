@@ -15,6 +15,7 @@ from learner.backend_protocol import StepResult
 from learner.batch.batch import BatchStatistics, SourceFigures, TrainingBatch
 from learner.loop.step_metrics import (
     GivenBack,
+    LossFigures,
     Step,
     Times,
     Totals,
@@ -111,6 +112,7 @@ def test_without_a_correction_the_effective_sample_is_that_of_the_ratios(kept: i
 
 def test_a_step_without_tokens_has_zeros() -> None:
     found = loss_figures(StepResult(0.0, 0, 0.0, 0.0, {}, {}))
+    assert found.keys() == LossFigures.__annotations__.keys()
     assert all(value in (0.0, [0] * 6) for value in found.values())
 
 
