@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from common.errors import EXIT_FAILED, EXIT_USAGE, MOST_SHOWN, SlipstreamError, meant
 from common.process.lifecycle import join_supervisor, leave
+from common.process.logs import visible
 
 DESCRIPTION = """Asynchronous GRPO: a Megatron learner, an elastic fleet of vLLM nodes and a broker between them.
 
@@ -160,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def refuse(command: str, why: str, code: int) -> int:
     with suppress(OSError):  # a closed one, or a full disk
-        print(f"slipstream {command}: {why}", file=sys.stderr)
+        print(f"slipstream {command}: {visible(why)}", file=sys.stderr)
     return code
 
 

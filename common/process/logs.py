@@ -29,6 +29,16 @@ def setup_logging(role: str, role_id: str, logs_dir: Path | None, level: str = "
     logging.captureWarnings(True)
 
 
+def visible(text: str, kept: str = "\n") -> str:
+    """`text` with everything escaped that a terminal could obey: control characters, and those that turn text round.
+
+    `kept`: characters that stay nevertheless.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
 def log_path(logs_dir: Path, role: str, role_id: str) -> Path:
     return logs_dir / f"{role}-{role_id}.log"
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from common.errors import EXIT_DONE, EXIT_FAILED, Problem
+from common.process.logs import visible
 
 SHOWN = 4  # names in one finding
 Level = Literal["problem", "warning", "note", "fine", "skipped"]
@@ -86,6 +87,6 @@ def show(findings: Sequence[Finding]) -> None:
 def show_line(console: Console, level: Level, name: str, text: str, details: Iterable[str] = ()) -> None:
     """One line with the sign of its level, and details below it."""
     sign, colour = SIGNS[level]
-    console.print(Text.assemble((f"{sign} {name}: ", colour), text), soft_wrap=True)
+    console.print(Text.assemble((f"{sign} {name}: ", colour), visible(text)), soft_wrap=True)
     for line in details:
-        console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"    {visible(line)}", markup=False, highlight=False, soft_wrap=True)

@@ -19,6 +19,7 @@ from rich.text import Text
 from common.config.architecture import Attention
 from common.config.schema import BaseConfig, Config
 from common.errors import EXIT_DONE, EXIT_USAGE, UsageError
+from common.process.logs import visible
 from launch.checks.review import Review, make_review
 from launch.plan.job_plan import GIB, MIB, Plan, Stage
 from launch.plan.layout import KINDS
@@ -117,7 +118,7 @@ def _numbered(title: str, lines: Sequence[str], style: str = "") -> list[Rendera
 def _facts(rows: Iterable[tuple[str, str]], gap: int = 2, justify: Literal["left", "right"] = "left") -> Table:
     table = Table.grid(Column(justify=justify, no_wrap=True), Column(), padding=(0, gap))
     for name, text in rows:
-        table.add_row(name, Text(text))
+        table.add_row(Text(name), Text(visible(text)))
     return table
 
 

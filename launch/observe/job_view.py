@@ -18,6 +18,7 @@ from broker.contract import LEARNER_ENDED, BrokerStatus
 from broker.diagnosis.stalls import Stall, explain
 from common.config.schema import Config
 from common.metrics import StepMetrics
+from common.process.logs import visible
 from common.process.run_dir import RunDir
 from common.run_reader import LATEST, RecentTail
 from common.waste import WASTE_REASONS, Waste, wasted_tokens
@@ -32,6 +33,11 @@ SHOWN_STALLS = 12
 STOPPING = frozenset(
     ("store", "no_learner", "learner_silent", "learner_failed", "no_node", "broker_away", "broker_gone", "excluded")
 )  # kinds that a person has to do something about
+
+
+def plain_text(words: str, style: str = "") -> Text:
+    """A line or a cell. Judges, models and other machines may have written `words`, so nothing in them is obeyed."""
+    return Text(visible(words, kept=""), style)
 
 
 def duration(seconds: float) -> str:
@@ -74,14 +80,14 @@ def stalls_page(seen: Observation) -> RenderableType:
     if not found:
         alive = sum(node.alive for node in seen.status.nodes)
         moving = f"The learner is {seen.learner_state}; {alive} node{'' if alive == 1 else 's'} alive."
-        return Text(moving if seen.live else "")
+        return plain_text(moving if seen.live else "")
     more = [Text(f"and {len(found) - SHOWN_STALLS} more; --json has all", "dim")] if len(found) > SHOWN_STALLS else []
     return Group(*stall_lines(seen, SHOWN_STALLS), *more)
 
 
 def stall_lines(seen: Observation, most: int = 3) -> list[RenderableType]:
     stalls = stalls_of(seen)
-    return [Text(stall_sentence(s), "red" if s.kind in STOPPING else "yellow") for s in stalls[:most]]
+    return [plain_text(stall_sentence(s), "red" if s.kind in STOPPING else "yellow") for s in stalls[:most]]
 
 
 # ---------------------------------------------------------------- views
@@ -117,7 +123,7 @@ def unheard() -> Iterator[None]:
 def say(text: str) -> None:
     """Print a line for a person, who may be gone."""
     with unheard():
-        print(text, flush=True)
+        print(visible(text), flush=True)
 
 
 @contextmanager
@@ -157,12 +163,12 @@ class Display:
         """Tell a person something: under the view, or as a line."""
         self._notes.append(text)
         if self._live is None:
-            print(text, flush=True)
+            print(visible(text), flush=True)
 
 
 def render_live(config: Config, seen: Observation | None, tail: RecentTail, notes: Sequence[str]) -> RenderableType:
     now = [processes(seen), *stall_lines(seen)] if seen else [Text("waiting for the broker to answer", "yellow")]
-    return Group(progress(config, seen, tail), *now, *(Text(note, "dim") for note in notes))
+    return Group(progress(config, seen, tail), *now, *(plain_text(note, "dim") for note in notes))
 
 
 def render_status(
@@ -178,25 +184,25 @@ def render_status(
     """
     facts = seen.status.run
     folder = run.path if run else facts.run_dir
-    parts: list[RenderableType] = [Text(f"{facts.name}  {folder}", "bold")]
+    parts: list[RenderableType] = [plain_text(f"{facts.name}  {folder}", "bold")]
     if finished is not None:
-        parts.append(Text(finished.sentence(), "green"))
-        parts.append(Text(f"`slipstream web {folder}` shows it in a browser"))
+        parts.append(plain_text(finished.sentence(), "green"))
+        parts.append(plain_text(f"`slipstream web {folder}` shows it in a browser"))
     elif not seen.live:
-        parts.append(Text(seen.note, "yellow"))
+        parts.append(plain_text(seen.note, "yellow"))
     if seen.live or finished is None:
         parts.append(processes(seen))
         if joined := seen.status.newest_join:
-            parts.append(Text(f"newest node: {joined}", "dim"))
+            parts.append(plain_text(f"newest node: {joined}", "dim"))
         parts.append(stalls_page(seen))
     parts.append(waste_table(seen.status))
     if (lost := given_up(seen.status.groups_dead)) and finished is None:
-        parts.append(Text(lost, "yellow"))
+        parts.append(plain_text(lost, "yellow"))
     if failed := failed_samples(seen.status, tail):
         by_size = ", ".join(f"{count:,} {reason}" for reason, count in Counter(failed).most_common())
-        parts.append(Text(f"{sum(failed.values()):,} samples failed: {by_size}", "yellow"))
+        parts.append(plain_text(f"{sum(failed.values()):,} samples failed: {by_size}", "yellow"))
     if advice is not None:
-        parts.append(Text(f"advice: {advice.text}"))
+        parts.append(plain_text(f"advice: {advice.text}"))
     return Group(*parts)
 
 
@@ -212,7 +218,7 @@ def progress(config: Config, seen: Observation | None, tail: RecentTail) -> Rend
         rows["reward"] += f"  {sparkline(tail.rewards)}"
     grid = Table.grid(Column(style="bold", no_wrap=True), Column(), padding=(0, 2))
     for name, text in rows.items():
-        grid.add_row(name, text)
+        _add_row(grid, name, text)
     return grid
 
 
@@ -261,32 +267,32 @@ def processes(seen: Observation) -> RenderableType:
     learner = status.learner
     if learner is None:
         waits = "" if not seen.live else "its imports: RUN/logs/learner-0.log" if seen.begins else "a learner to start"
-        table.add_row("learner", "-", _state(state), "-", "", waits)
+        _add_row(table, "learner", "-", _state(state), "-", "", waits)
     else:
         since = duration(status.learner_last_seen_s if state == "silent" else learner.since_s)
         version = str(learner.policy_version)
-        table.add_row("learner", str(learner.pid), _state(state), version, since, learner.waiting_on)
+        _add_row(table, "learner", str(learner.pid), _state(state), version, since, learner.waiting_on)
     for machine in status.machines:
         ranks = f"machine {machine.index} of the round" if machine.index >= 0 else "a spare one, or a round to form"
         where = f"{machine.address}: {ranks}"
-        table.add_row(machine.host, "", _state(machine.state), "", duration(machine.last_seen_s), where)
+        _add_row(table, machine.host, "", _state(machine.state), "", duration(machine.last_seen_s), where)
     groups = f"{status.groups_ready} groups ready, {status.groups_leased} leased, {status.groups_pending} pending"
     stuck = status.store.stuck if status.store is not None else ""
     state = "serving" if seen.live else "unreachable" if seen.unreachable else "ended"
     state = "stopping" if seen.live and status.stopping else state
-    table.add_row("broker", str(status.pid), _state(state), "", "", stuck or groups)
+    _add_row(table, "broker", str(status.pid), _state(state), "", "", stuck or groups)
     for node in status.nodes:
         report = node.report
         state = node.report.state if node.alive else "gone"
         since = duration(report.since_s + node.last_seen_s if node.alive else node.last_seen_s)
         work = f"{node.leases} leases, {report.tokens_per_s:,.0f} tokens/s"
         detail = f"{report.waiting_on}  ({work})" if report.waiting_on else work
-        table.add_row(report.node_id, str(report.pid), _state(state), str(report.policy_version), since, detail)
+        _add_row(table, report.node_id, str(report.pid), _state(state), str(report.policy_version), since, detail)
     for service in status.services:
         where = f"{service.kind} at {service.url} on {service.host}"
-        table.add_row(service.name, str(service.pid), _state(service.state), "", duration(service.since_s), where)
-    mixture = [Text(text) for text in [weights_sentence(status)] if text]
-    return Group(table, *mixture, *(Text(alarm, "red") for alarm in (learner.alarms if learner is not None else ())))
+        _add_row(table, service.name, str(service.pid), _state(service.state), "", duration(service.since_s), where)
+    mixture = [plain_text(text) for text in [weights_sentence(status)] if text]
+    return Group(table, *mixture, *(plain_text(alarm, "red") for alarm in (learner.alarms if learner else ())))
 
 
 def weights_sentence(status: BrokerStatus) -> str:
@@ -323,13 +329,13 @@ def waste_table(status: BrokerStatus) -> RenderableType:
     for name in ("wasted", *shown):
         grid.add_column(name, no_wrap=True, justify="left" if name == "wasted" else "right")
     for name, wasted in rows[: SHOWN_NODES + 1]:
-        grid.add_row(name, *(_cell(wasted.get(reason, Waste())) for reason in shown))
+        _add_row(grid, name, *(_cell(wasted.get(reason, Waste())) for reason in shown))
     more = len(rows) - SHOWN_NODES - 1
     return Group(grid, Text(f"and {more} more; --json has all", "dim")) if more > 0 else grid
 
 
 def plain_line(config: Config, seen: Observation | None, tail: RecentTail) -> str:
-    """The same in one line, for logs."""
+    """The same in one line, for logs; `visible`."""
     parts = [f"step {_version(tail, seen)}/{config.run.steps}"]
     if last := tail.last:
         reward, staleness = (0.0 if math.isnan(value) else value for value in (last.reward_mean, last.staleness_mean))
@@ -348,7 +354,7 @@ def plain_line(config: Config, seen: Observation | None, tail: RecentTail) -> st
     for node in status.nodes:
         state = _with_reason(node.report.state if node.alive else "gone", node.report.waiting_on)
         parts.append(f"{node.report.node_id}: {state} v{node.report.policy_version}")
-    return "  ".join(parts)
+    return visible("  ".join(parts), kept="")
 
 
 def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
@@ -376,8 +382,12 @@ def _rate(seen: Observation) -> float:
     return sum(node.report.tokens_per_s for node in seen.status.nodes if node.alive)
 
 
+def _add_row(table: Table, *cells: str | Text) -> None:
+    table.add_row(*(plain_text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
 def _state(state: str) -> Text:
-    return Text(state, COLOUR_OF.get(state, ""))
+    return plain_text(state, COLOUR_OF.get(state, ""))
 
 
 def _with_reason(state: str, waiting_on: str) -> str:

@@ -13,6 +13,7 @@ from rich.console import Console
 from common.config.schema import SftConfig
 from common.errors import SlipstreamError
 from common.metrics import SftMetrics
+from common.process.logs import visible
 from common.process.run_dir import RunDir
 from common.run_reader import LATEST, RecentTail, known, read_recent, read_tail
 from launch.observe.advisor import advice_for
@@ -28,7 +29,7 @@ def command(args: argparse.Namespace) -> int:
     run = job.run
     if run and (warm := config_of(run, SftConfig)) is not None:
         status = warm_start(run, warm)
-        print(json.dumps(status) if args.json else sentence(status))
+        print(json.dumps(status) if args.json else visible(sentence(status)))
         return 0
     seen = observe(job)
     tail = read_recent(run and run.metrics)
@@ -63,7 +64,7 @@ def top(args: argparse.Namespace) -> int:
                     break
                 time.sleep(display.every_s)
                 seen = observe(job, last=seen)
-        print(seen.note)
+        print(visible(seen.note))
     return 0
 
 

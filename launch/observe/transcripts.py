@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from common.errors import UsageError
+from common.process.logs import visible
 from common.process.run_dir import RunDir
 from common.segments import segments
 from common.transcripts import Transcript, Turn
@@ -94,11 +95,6 @@ def _lines(path: Path, marks: list[bytes]) -> Iterator[bytes]:
         for place in reversed(places):
             file.seek(place)
             yield file.readline(LONGEST_LINE)
-
-
-def visible(text: str) -> str:
-    """`text` with everything escaped that a terminal could obey: control characters, and those that turn text round."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def heading(t: Transcript) -> str:

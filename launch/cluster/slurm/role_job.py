@@ -23,6 +23,7 @@ from common.config.loading import load_either
 from common.config.network_checks import is_loopback
 from common.errors import EXIT_DONE, EXITS_FOR_GOOD, HopelessError, SlipstreamError, UsageError
 from common.process.lifecycle import SUPERVISOR_ENV, DrainFlag
+from common.process.logs import visible
 from common.process.run_dir import RunDir
 from launch.cluster.interface import routed
 from launch.cluster.slurm.jobs import SlurmError, end_run, over_file, read_jobs, repeated, slurm, unfinished
@@ -160,7 +161,7 @@ class RoleJob:
 
 def say(text: str) -> None:
     with suppress(OSError):  # the job's output may be on a full disk
-        print(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), text, flush=True)
+        print(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), visible(text), flush=True)
 
 
 def main(words: Sequence[str]) -> int:

@@ -168,6 +168,10 @@ def test_join_to_nonsense_is_refused(capsys, words, reason):
     assert reason in refusal(capsys, "rollout", "--join", *words)
 
 
+def test_no_word_of_an_error_is_obeyed_by_the_terminal(capsys):
+    assert r"no\x1b[2Jrun is neither" in refusal(capsys, "status", "no\x1b[2Jrun")
+
+
 def test_what_names_no_run_and_the_config_of_another_kind_of_job_are_refused(job, capsys, tmp_path):
     document = yaml.safe_load(job.read_text())
     del document["tasks"]["environment"], document["rollout"]

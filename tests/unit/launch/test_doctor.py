@@ -41,7 +41,7 @@ from common.process.run_dir import BrokerFile, RunDir, write_json
 from common.security.credentials import KeyFolder
 from launch.checks import doctor, job
 from launch.checks import machine as checks
-from launch.checks.findings import Finding
+from launch.checks.findings import Finding, problem, show
 from launch.checks.machine import Machine
 from launch.checks.review import Review, review
 from launch.cli import main
@@ -573,6 +573,11 @@ def test_the_command_says_what_it_found_and_fails_on_a_problem(config: Config, t
 
 
 @pytest.mark.slow
+def test_no_word_of_a_finding_is_obeyed_by_the_terminal(capsys) -> None:
+    show([problem("stall", "scorer", "[/b]\x1b[2J", why="[/b]\x1b[2J", fix="[/b]\x1b[2J")])
+    assert capsys.readouterr().out.count(r"[/b]\x1b[2J") == 3
+
+
 def test_a_machine_alone_or_the_folder_of_a_run_is_looked_at_and_nothing_else(run: RunDir, capsys) -> None:
     assert main(["doctor", "--role", "base"]) == EXIT_DONE
     assert "0 problems" in capsys.readouterr().out

@@ -6,6 +6,7 @@ import os
 import msgspec
 import pytest
 
+from broker.contract import MachineStatus
 from broker.diagnosis.stalls import Stall
 from common.process.run_dir import RunDir, write_json
 from common.run_reader import RecentTail, read_recent
@@ -108,6 +109,30 @@ def test_a_metric_that_was_no_number_is_left_out_of_the_views(config, run, tail)
     assert "reward 0.000" in plain_line(config, PLAIN, tail)
     said = text_of(render_live(config, PLAIN, tail, []))
     assert "0.300  last ten 0.150" in said and "ratio max 1.00" in said
+
+
+FOREIGN = "judge: 400 [/INST] wants [int]\x1b]0;owned\x07\x1b[2J\u202e\nbroker 1 serving"
+ESCAPED = r"judge: 400 [/INST] wants [int]\x1b]0;owned\x07\x1b[2J\u202e\nbroker 1 serving"
+
+
+def test_words_of_a_judge_or_of_another_machine_are_shown_and_never_obeyed(config, run, tail, capsys):
+    learner = msgspec.structs.replace(LEARNER, alarms=[FOREIGN])
+    wait = WaitFor(WaitKind.REPAIR, cause=FOREIGN)
+    node = node_status(FOREIGN, state=FOREIGN, wait=wait, waste={"failed": Waste(3)}, samples_failed={FOREIGN: 1})
+    machines = [MachineStatus(FOREIGN, FOREIGN, FOREIGN, 0, 1.0)]
+    status = status_of(node, learner=learner, machines=machines, waste={"failed": Waste(3)})
+    named = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name=FOREIGN))
+    found = seen(status)
+    views = [(render_status(run, found), 10), (render_live(named, found, tail, [FOREIGN]), 8), (waste_table(status), 1)]
+    for view, times in views:
+        text = text_of(view, width=2000)
+        assert text.count(ESCAPED) >= times
+        assert all(line.isprintable() and not line.startswith("broker 1") for line in text.split("\n"))
+    line = plain_line(config, found, tail)
+    assert ESCAPED in line and line.isprintable()
+    job_view.Display(config, tail, None).note(FOREIGN)
+    job_view.say(FOREIGN)
+    assert capsys.readouterr().out == 2 * (ESCAPED.replace(r"\n", "\n") + "\n")
 
 
 def test_small_formats_and_sentences_that_agree_with_who_waits():

@@ -128,6 +128,11 @@ def test_an_image_that_is_not_there_is_refused_with_the_nearest_name(tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
+def test_no_word_of_an_error_is_obeyed_by_the_terminal(capsys) -> None:
+    role_job.say("the end of its log:\x1b[2J")
+    assert r"log:\x1b[2J" in capsys.readouterr().out
+
+
 def test_after_a_dry_run_the_config_may_change_until_a_job_is_submitted(tmp_path: Path, capsys) -> None:
     dry_run(tmp_path)
     assert options_of(dry_run(tmp_path, "learner.world_size=4")["learner"])["gpus-per-node"] == "4"

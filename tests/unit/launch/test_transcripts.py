@@ -10,11 +10,12 @@ import pytest
 from rich.console import Console
 
 from common.errors import EXIT_USAGE
+from common.process.logs import visible
 from common.process.run_dir import RunDir
 from common.segments import SegmentWriter, segments
 from common.transcripts import Transcript, Turn
 from launch.cli import main
-from launch.observe.transcripts import LONGEST_LINE, page, read, visible
+from launch.observe.transcripts import LONGEST_LINE, page, read
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x9b1m\r\u202e[bold]no[/bold]\x00\x7f\u2028\t end"
 
