@@ -14,10 +14,12 @@ from itertools import chain
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from broker.contract import LedgerEntry
 from broker.journal.recording import stored_ledger
 from common.errors import SlipstreamError, UsageError
+from common.process.logs import visible
 from common.process.run_dir import RunDir
 from launch.observe.observation import ask
 from launch.resolve_target import Target, config_of, find_target
@@ -94,13 +96,13 @@ def whole_ledger(former: Sequence[list[LedgerEntry]], newest: list[LedgerEntry])
 
 
 def _cells(entry: LedgerEntry) -> tuple[str, ...]:
-    """The text of each of COLUMNS."""
+    """The text of each of COLUMNS; `visible`, as an environment, a judge or another machine may have written it."""
     versions = "-" if entry.version_min is None else f"{entry.version_min}..{entry.version_max}"
     reward = "-" if entry.reward_mean is None else f"{entry.reward_mean:.3f}"
     step = "-" if entry.step is None else str(entry.step)
     nodes = ", ".join(entry.nodes) + (f"  ({entry.reason})" if entry.reason else "")
     state = entry.state + ", filtered" * entry.filtered + f", {entry.source}" * bool(entry.source)
-    return str(entry.serial), state, step, versions, str(entry.attempts), reward, nodes
+    return str(entry.serial), visible(state), step, versions, str(entry.attempts), reward, visible(nodes)
 
 
 def _show_lines(entries: Sequence[LedgerEntry]) -> None:
@@ -121,7 +123,7 @@ def show(entries: Sequence[LedgerEntry]) -> None:
         for name in COLUMNS:
             table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name != "nodes")
         for entry in entries:
-            table.add_row(*_cells(entry))
+            table.add_row(*map(Text, _cells(entry)))
         console.print(table)
     else:
         _show_lines(entries)
@@ -129,4 +131,5 @@ def show(entries: Sequence[LedgerEntry]) -> None:
     parts = [f"{count} {state}" for state, count in Counter(entry.state for entry in entries).items()]
     if filtered := sum(entry.filtered for entry in entries):
         parts.append(f"{filtered} of them filtered")
-    console.print(f"{len(entries)} tasks: {', '.join(parts) or 'none'}; {retried} with more than one attempt")
+    counts = visible(", ".join(parts)) or "none"
+    console.print(f"{len(entries)} tasks: {counts}; {retried} with more than one attempt", markup=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 from broker.client.calls import ObserverBroker
 from broker.contract import BrokerStatus
 from common.errors import SlipstreamError, UsageError, nearest
-from common.process.logs import log_end
+from common.process.logs import log_end, visible
 from common.process.run_dir import RunDir
 from launch.observe.observation import ask, observe
 from launch.resolve_target import Target, find_target, handed_out
@@ -33,7 +33,7 @@ def command(args: argparse.Namespace) -> int:
         whose = "learner" if role == "learner-0" else role
         roles = files_of(job.run)
     if args.role is None:
-        print("\n".join(f"{name}: {where}" for name, where in roles.items()))
+        print("\n".join(visible(f"{name}: {where}", kept="") for name, where in roles.items()))
         return 0
     if whose not in roles or args.lines < 1:
         near = nearest(role, roles) or ", ".join(roles)[:500]

@@ -11,6 +11,7 @@ import time
 from broker.contract import BrokerStatus
 from common.errors import SlipstreamError, UsageError
 from common.process.lock_file import is_locked
+from common.process.logs import visible
 from common.process.run_dir import write_json
 from common.run_reader import read_recent
 from launch.observe.observation import ask
@@ -35,7 +36,7 @@ def command(args: argparse.Namespace) -> int:
             before = left
             left = ", ".join(status.present) or "the broker"
             if left != before:
-                print(f"waiting for {left}", flush=True)
+                print(f"waiting for {visible(left)}", flush=True)
         except SlipstreamError as error:
             if status is None and isinstance(error, UsageError):
                 raise

@@ -119,6 +119,16 @@ def test_without_a_role_the_roles_are_listed_and_the_brokers_log_needs_no_other_
     assert "and 0;" in refusal(capsys, "logs", served.address, "broker", "--lines", "0")
 
 
+def test_names_that_another_machine_chose_are_shown_and_never_obeyed(served, capsys) -> None:
+    hostile = msgspec.structs.replace(node_report("n\x1b[2J"), host="h\x1b[2J\nbroker: here")
+    NodeRules(served._state).register(hostile)
+    assert main(["logs", served.address]) == EXIT_DONE
+    assert capsys.readouterr().out.splitlines()[2] == r"n\x1b[2J: generating on h\x1b[2J\nbroker: here"
+    assert main(["stop", served.address, "--timeout-s", "0.5"]) == EXIT_FAILED
+    told = capsys.readouterr()
+    assert r"n\x1b[2J" in told.out and "\x1b" not in told.out + told.err
+
+
 def test_a_role_that_does_not_answer_is_not_waited_for_for_long(served, capsys, monkeypatch) -> None:
     monkeypatch.setattr("launch.observe.logs.PATIENCE_S", 0.1)
     assert main(["logs", served.address, "silent"]) == EXIT_FAILED

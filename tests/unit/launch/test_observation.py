@@ -137,6 +137,18 @@ def test_a_long_ledger_is_printed_in_plain_lines_at_once(capsys, monkeypatch):
     assert plain[-1] == "1001 tasks: 1001 committed; 1001 with more than one attempt"
 
 
+def test_a_reason_in_the_words_of_a_model_is_shown_and_never_obeyed(capsys, monkeypatch):
+    hostile = "invalid answer '[/think]' [up] list[int]\x1b]0;owned\x07\x1b[2J\u202e"
+    entry = LedgerEntry(7, hostile, 1, [hostile], None, None, None, None, hostile, source=hostile)
+    monkeypatch.setenv("COLUMNS", "1000")
+    for laid_out in (True, False):
+        monkeypatch.setattr("launch.observe.ledger.MOST_LAID_OUT", int(laid_out))
+        show([entry])
+        shown = capsys.readouterr().out
+        assert shown.count(r"invalid answer '[/think]' [up] list[int]\x1b]0;owned\x07\x1b[2J\u202e") == 5
+        assert all(line.isprintable() for line in shown.split("\n"))
+
+
 def test_a_broker_of_another_machine_is_asked_though_its_process_is_not_seen_here(config, run, capsys):
     with living_broker(config) as server:
         write_json(run.broker_json, BrokerFile(2147483000, server.address, 0.0, host="elsewhere"))
