@@ -9,13 +9,23 @@ from pathlib import Path
 FORMAT = "%(asctime)s %(role)s %(levelname)-7s %(name)s: %(message)s"
 
 
+class RecordFormatter(logging.Formatter):
+    """Escapes as `visible` and indents further lines: models and environments may have written parts of a message.
+
+    So only the first line of a record begins like a record. Tabs stay.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record), kept="\n\t").rstrip("\n").replace("\n", "\n    ")
+
+
 def setup_logging(role: str, role_id: str, logs_dir: Path | None, level: str = "info") -> None:
     """Send this process's log records to `logs_dir`/ROLE-ID.log and to stderr; None: to stderr only.
 
     Calling it again replaces the earlier handlers. When stderr already is that file (a supervisor redirected
     it), records are written once.
     """
-    formatter = logging.Formatter(FORMAT, "%Y-%m-%dT%H:%M:%SZ", defaults={"role": f"{role}-{role_id}"})
+    formatter = RecordFormatter(FORMAT, "%Y-%m-%dT%H:%M:%SZ", defaults={"role": f"{role}-{role_id}"})
     formatter.converter = time.gmtime  # logs of several machines are read side by side
     handlers: list[logging.Handler] = []
     if logs_dir is not None:

@@ -36,6 +36,26 @@ def test_a_record_goes_once_to_the_file_and_to_stderr_with_its_role_and_a_second
     assert capsys.readouterr().err == text
 
 
+def test_a_message_forges_no_record_and_commands_no_terminal(root, tmp_path, capsys):
+    setup_logging("rollout", "node-0", tmp_path)
+    forged = "2026-01-01T00:00:00Z broker-0 INFO    broker: all is well"
+    hostile = "\n".join(["bad", forged, "\x1b]52;c;cm0=\x07\tend"]) + "".join(
+        f"{c}{forged}" for c in "\r\x0b\x85\u2028"
+    )
+    try:
+        raise ValueError(hostile)
+    except ValueError:
+        logging.getLogger("some.module").exception("task %d failed: %s", 3, hostile)
+    text = log_path(tmp_path, "rollout", "node-0").read_text()
+    first, *further = text.splitlines()
+    assert first.endswith("Z rollout-node-0 ERROR   some.module: task 3 failed: bad")
+    assert further and all(line.startswith("    ") for line in further)
+    assert further[0] == f"    {forged}" and r"\x1b]52;c;cm0=\x07" + "\tend" in further[1]
+    assert "    Traceback (most recent call last):" in further and "    ValueError: bad" in further
+    assert all(line.replace("\t", " ").isprintable() for line in (first, *further))
+    assert capsys.readouterr().err == text
+
+
 def test_redirected_stderr_is_not_written_twice(tmp_path):
     code = (
         "import logging, pathlib; from common.process.logs import setup_logging;"
