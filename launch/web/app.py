@@ -168,8 +168,9 @@ def logs(view: RunView, query: Query) -> dict[str, Any]:
 
 
 def check_shared(view: RunView) -> None:
-    """Raise SlipstreamError when RUN is closed to other users of the machine, who all reach a page without a token."""
-    if view.run.path.stat().st_mode & 0o005 != 0o005:
+    """Raise SlipstreamError when RUN or a folder above it is closed to other users, who all reach the page."""
+    run = view.run.path.resolve()
+    if run.stat().st_mode & 0o005 != 0o005 or not all(folder.stat().st_mode & 0o001 for folder in run.parents):
         why = "other users may not read the run's folder, but may open this page"
         raise SlipstreamError(f"not shown: {why}; `slipstream web {view.run.path} --token-file FILE` shows it")
 

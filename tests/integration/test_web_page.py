@@ -5,6 +5,7 @@ The server is the real command in a process of its own. Every test ends without 
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
@@ -19,16 +20,23 @@ from launch.resolve_target import config_of
 from learner.loop.run_files import write_record
 from tests.rigs.chromium import Page, browser, serving
 from tests.rigs.configs import LEARNER, node_status, status_of
-from tests.rigs.telemetry import Fixture
+from tests.rigs.telemetry import Fixture, open_folder
 
 EVIL = "<script>document.title='broken in'</script><img src=x onerror=\"document.title='broken in'\">"
 
 
 @pytest.fixture(scope="module")
-def fixture(tmp_path_factory: pytest.TempPathFactory) -> Fixture:
-    made = Fixture(tmp_path_factory.mktemp("page") / "run", 50, nodes=60)
-    made.write(0, 40)
-    return made
+def fixture() -> Iterator[Fixture]:
+    with open_folder() as folder:
+        made = Fixture(folder / "run", 50, nodes=60)
+        made.write(0, 40)
+        yield made
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    with open_folder() as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -196,8 +204,8 @@ def test_a_logarithm_that_leaves_no_value_can_be_turned_off_and_a_tile_has_the_f
         page.open("about:blank")
 
 
-def test_a_run_that_failed_leads_to_the_log_of_its_learner(page, tmp_path):
-    made = Fixture(tmp_path / "run", 5, nodes=2)
+def test_a_run_that_failed_leads_to_the_log_of_its_learner(page, tmp_path, shared):
+    made = Fixture(shared / "run", 5, nodes=2)
     made.write(0, 1)
     write_record(made.run, 0, "failed", 5)
     made.run.logs.mkdir()
@@ -287,8 +295,8 @@ def test_nothing_is_wider_than_a_narrow_screen(page, address, tab):
         assert page.get("document.documentElement.dataset.theme") == "light"
 
 
-def test_text_of_a_run_is_never_html(page, tmp_path):
-    run = RunDir(tmp_path / EVIL.replace("/", "∕"))
+def test_text_of_a_run_is_never_html(page, tmp_path, shared):
+    run = RunDir(shared / EVIL.replace("/", "∕"))
     run.path.mkdir()
     node = node_status(EVIL, alive=True, state=EVIL, wait=WaitFor(WaitKind.REPAIR, cause=EVIL), host=EVIL)
     write_json(run.status_json, status_of(node, learner=msgspec.structs.replace(LEARNER, alarms=[EVIL])))

@@ -6,12 +6,14 @@ stuck. The same arguments give the same bytes.
 
 import json
 import math
+import os
 import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, get_type_hints
 from unittest.mock import patch
 
@@ -47,6 +49,14 @@ lines = msgspec.json.Encoder().encode_lines
 Event = dict[str, Any]
 NEEDS = {"X": {"ts", "dur", "name"}, "M": {"name", "args"}, "i": {"ts", "name", "s"}, "C": {"ts", "name", "args"}}
 NEEDS |= {"s": {"ts", "id", "name", "cat"}, "f": {"ts", "id", "name", "cat", "bp"}}
+
+
+@contextmanager
+def open_folder() -> Iterator[Path]:
+    """A folder that all users of the machine may read; those of pytest are closed."""
+    with TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
 
 
 class Fixture:

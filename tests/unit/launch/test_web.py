@@ -6,6 +6,8 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,7 +29,7 @@ from launch.web.run_view import PIECES, BrowserCopy, Lanes, RunView, _stall
 from learner.loop.run_files import write_record
 from tests.rigs.configs import LEARNER, living_broker, node_status, refusal, status_of, write_broker
 from tests.rigs.refusals import refused
-from tests.rigs.telemetry import ENDED_S, Fixture, read_line
+from tests.rigs.telemetry import ENDED_S, Fixture, open_folder, read_line
 
 TOKEN = "a-token-of-the-test"
 FIRST = slice(9)
@@ -35,11 +37,18 @@ EVIL = "<script>document.title='broken in'</script><img src=x onerror=\"document
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def recorded() -> Iterator[RunDir]:
     """A run of 40 steps; no test changes it."""
-    fixture = Fixture(tmp_path_factory.mktemp("recorded") / "run", 40)
-    fixture.write(0, 40)
-    return fixture.run
+    with open_folder() as folder:
+        fixture = Fixture(folder / "run", 40)
+        fixture.write(0, 40)
+        yield fixture.run
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    with open_folder() as folder:
+        yield folder
 
 
 def read(view: RunView) -> RunView:
@@ -238,11 +247,11 @@ def test_a_job_that_is_not_live_says_how_its_learner_ended(run, ended, phase):
     assert read(RunView(run)).state["phase"] == phase
 
 
-def test_config_and_logs_are_shown_as_they_are_and_only_the_end_of_a_log(recorded, tmp_path):
+def test_config_and_logs_are_shown_as_they_are_and_only_the_end_of_a_log(recorded, shared):
     page = client(recorded)
     assert page.get("/api/runs/0/config").json()["text"] == recorded.config.read_text()
     assert page.get("/api/runs/0/logs").json() == {"names": [], "shown": "", "text": ""}
-    run = RunDir(tmp_path / "run")
+    run = RunDir(shared / "run")
     run.logs.mkdir(parents=True)
     for number, name in enumerate(("broker-0.log", "learner-0.log")):
         (run.logs / name).write_text(f"begin of {name}\n" + "x" * 70_000 + f"\nend of {name}\n")
@@ -259,10 +268,12 @@ def test_config_and_logs_are_shown_as_they_are_and_only_the_end_of_a_log(recorde
     assert "leads out" in page.get("/api/runs/0/logs").json()["refused"]
 
 
-def test_without_a_token_config_and_logs_of_a_closed_folder_are_not_shown(tmp_path):
-    fixture = Fixture(tmp_path / "run", 4)
+@pytest.mark.parametrize("closed", ["home/run", "home"])
+def test_without_a_token_config_and_logs_of_a_closed_folder_are_not_shown(shared, closed):
+    fixture = Fixture(shared / "home" / "run", 4)
     fixture.write(0, 4)
-    fixture.run.path.chmod(0o700)
+    assert client(fixture.run).get("/api/runs/0/config").status_code == 200
+    (shared / closed).chmod(0o700)
     for name in ("config", "logs"):
         found = client(fixture.run).get(f"/api/runs/0/{name}")
         assert found.status_code == 404 and "--token-file" in found.json()["refused"]
