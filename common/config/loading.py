@@ -199,7 +199,9 @@ def _apply_override(document: Document, word: str, schema: type[msgspec.Struct])
         below = target.setdefault(section, {})
         if not isinstance(below, dict):
             raise ConfigError(OVERRIDE, key, f"a section at '{section}'", describe_value(below))
-        target = cast("Document", below)
+        below = dict(cast("Document", below))  # with a YAML alias, other keys have the same section
+        target[section] = below
+        target = below
     target[name] = value
     return key
 

@@ -308,6 +308,15 @@ def test_a_wrong_override_is_blamed_and_not_the_file(write, override, key, expec
     assert expected in str(error)
 
 
+def test_an_override_changes_its_own_key_where_an_alias_repeats_a_section(write):
+    learner = "learner: {optimizer: &adam {lr: 1e-6}, critic: {optimizer: *adam}, loss: {advantage: gae}}"
+    path = write(MINIMAL + learner)
+    for key, lrs in (("critic.optimizer", [1e-6, 1e-4]), ("optimizer", [1e-4, 1e-6])):
+        changed = load_config(path, [f"learner.{key}.lr=1e-4"]).learner
+        assert changed.critic is not None
+        assert [changed.optimizer.lr, changed.critic.optimizer.lr] == lrs
+
+
 def test_override_without_key_and_value_is_a_usage_error(write):
     for word in ("run.steps", "=3", ".a=3", "run..steps=3"):
         with pytest.raises(UsageError) as refused:
