@@ -1,14 +1,18 @@
 """The optimizer of the policy, and of a critic beside it."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from common.config.types import Fraction, Natural, NonNegative, PositiveFloat, Strict
+
+Decay = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class OptimizerConfig(Strict, frozen=True, kw_only=True):
     lr: PositiveFloat = 1e-6  # Highest learning rate of Adam.
-    beta1: Fraction = 0.9  # Adam's decay of the mean gradient.
-    beta2: Fraction = 0.95  # Adam's decay of the mean squared gradient.
+    beta1: Decay = 0.9  # Adam's decay of the mean gradient.
+    beta2: Decay = 0.95  # Adam's decay of the mean squared gradient.
     eps: PositiveFloat = 1e-8  # Adam adds it to the root of the mean squared gradient.
     weight_decay: NonNegative = 0.0  # Decoupled weight decay. Norms and biases have none.
     grad_clip: NonNegative = 1.0  # Largest norm of all gradients together; 0 turns clipping off.

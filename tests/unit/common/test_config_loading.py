@@ -87,6 +87,8 @@ def test_override_is_typed_by_yaml_and_schema(write, override, key, value):
         ("rollout: {group_size: 0}", "rollout.group_size", "an integer >= 1", "0 (integer)", ""),
         ("rollout: {temperature: 0}", "rollout.temperature", "a number > 0", "0", ""),
         ("rollout: {top_p: 1.5}", "rollout.top_p", "> 0 and <= 1", "1.5", ""),
+        ("learner: {optimizer: {beta2: 1}}", "learner.optimizer.beta2", "a number >= 0 and < 1", "1", ""),
+        ("learner: {critic: {optimizer: {beta1: 1.0}}}", "learner.critic.optimizer.beta1", "and < 1", "1.0", ""),
         ("learner: {lora: {rank: 4, dropout: 1}}", "learner.lora.dropout", "a number >= 0 and < 1", "1", ""),
         ("rollout: {temperature: .inf}", "rollout.temperature", "a number > 0", "inf", ""),
         (f"rollout: {{nodes: {10**20}}}", "rollout.nodes", "an integer >= ", "0000 (integer)", "at most 9007"),
