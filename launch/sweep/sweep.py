@@ -14,7 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from common.config.checks import resolve_paths
 from common.errors import EXIT_DONE, EXIT_FAILED, SlipstreamError, UsageError
+from common.hub import absolute
 from common.process.lifecycle import SUPERVISOR_ENV, DrainFlag
 from common.process.lock_file import only_one
 from common.process.run_dir import RunDir, write_json
@@ -65,12 +67,12 @@ def command(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> tuple[int, Path]:
-    """Run or submit all; returns the exit code and the sweep's folder."""
+    """Run or submit all; returns the exit code and the sweep's folder. Raises as `command`."""
     if args.slurm and not args.dry_run:
         slurm("sbatch", "--version")
     chosen = choices(args)
     texts, first = combined(args.config, args.overrides, args.seeds)
-    folder = Path(args.dir or f"{first.run.dir}-sweep").absolute()
+    folder = Path(absolute("--dir", args.dir or f"{resolve_paths(first).run.dir}-sweep"))
     runs = plan(args.config, texts, folder, args.slurm)
     sweep = Sweep(parse_rule(args.winner, first), [each.entry for each in runs])
     with only_one(folder / "sweep.lock", "runs this sweep"):

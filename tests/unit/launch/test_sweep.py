@@ -356,6 +356,29 @@ def test_runs_that_fail_are_told_and_the_same_command_runs_only_what_is_left(
     assert main(["sweep", *words[:1], f"{SIZE}=4,6", *words[2:]]) == EXIT_DONE, "a part of them, in the same folder"
 
 
+@pytest.mark.parametrize(
+    ("run_dir", "words", "folder"),
+    [
+        ("~/runs/job", [], "runs/job-sweep"),
+        ("runs/job/", [], "runs/job-sweep"),
+        ("runs/job", ["--dir", "~/s"], "s"),
+    ],
+)
+def test_its_folder_is_beside_the_run_that_up_would_make(
+    tmp_path: Path,
+    played: list[Sequence[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    run_dir: str,
+    words: list[str],
+    folder: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    job = write_job(tmp_path, run={"name": "demo", "dir": run_dir, "steps": 5})
+    assert main(["sweep", str(job), f"{SIZE}=4,2", *words]) == EXIT_DONE
+    assert [starts(tmp_path / folder / f"group_size={size}") for size in (4, 2)] == [1, 1]
+
+
 def test_told_to_stop_it_lets_the_run_drain_and_leaves_the_others_for_the_same_command(
     job: Path, played: list[Sequence[str]], capfd: pytest.CaptureFixture[str]
 ) -> None:
