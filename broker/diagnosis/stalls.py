@@ -29,7 +29,7 @@ MIB = 1 << 20
 # Advice on a wait that lasts, by its kind, where a person can do more than the wait's own `release` says.
 ADVICE = {
     "store": "make room on the disk of run.dir",
-    "full": "a larger broker.max_bytes, a smaller learner.checkpoint.every, or a smaller staleness.max",
+    "full": "a larger broker.max_bytes, a smaller learner.checkpoint.every, or a new run with a smaller staleness.max",
     "store_lags": "a faster disk for run.dir or a faster Redis server, or a larger broker.memory_bytes",
     "no_node": "start nodes; RUN/logs/rollout-*.log says why earlier ones ended",
     "no_learner": "start the learner; RUN/logs/learner-0.log says why an earlier one ended",
@@ -38,17 +38,20 @@ ADVICE = {
     "learner_stalled": "look at the processes and the network of these ranks; a larger learner.timeout_s",
     "learner_starting": "model.verify=false saves the forward check; a large model is read from the disk first",
     "learner_checkpointing": "learner.checkpoint.asynchronous, a larger learner.checkpoint.every, or a faster disk",
-    "learner_publishing": "a larger weights.publish_every",
-    "groups": "more nodes, a larger rollout.concurrency, a smaller rollout.max_tokens; `status` has the advisor's line",
+    "learner_publishing": "a new run with a larger weights.publish_every",
+    "groups": "more nodes or a larger rollout.concurrency, or a new run with a smaller rollout.max_tokens; "
+    "`status` has the advisor's line",
     "broadcast": "look at the node that is named: stopped, swapping, or cut off; it is ejected by itself",
-    "window": "a larger staleness.max or fewer nodes: the learner is what is slow; `status` has the advisor's line",
+    "window": "fewer nodes, or a new run with a larger staleness.max: the learner is what is slow; "
+    "`status` has the advisor's line",
     "excluded": "the node's log; memory errors of the machine; learner and node from the same release",
     "node_gone": "the node's log; dmesg for the out-of-memory killer; the network between node and broker",
     "starting": "the node's log; the first start of an engine compiles",
     "flipping": "the node's log",
     "environment": "the environment: what does it wait for? rollout.sample_timeout_s bounds an episode",
     "scorer": "the scorer's server and its log; the reason of the last failure names the request's end",
-    "straggler": "a smaller rollout.max_tokens or rollout.max_turns; staleness.expired=mask does not wait for it",
+    "straggler": "a smaller rollout.sample_timeout_s, or a new run with a smaller rollout.max_tokens or "
+    "rollout.max_turns; staleness.expired=mask does not wait for it",
     "broker_away": "the broker's process and its log, or the Redis server",
 }
 

@@ -28,7 +28,8 @@ from common.run_reader import LineKey, no_file
 POLL_S = 0.1  # between two looks for RUN/broker.json
 # May change when a run is continued: they say how fast, how long or in which order of sums, not what is computed.
 CHANGEABLE = (
-    "run.dir", "run.steps", "run.max_restarts", "model.uncertified", "learner.threads", "learner.checkpoint",
+    "run.dir", "run.steps", "run.max_restarts", "model.verify", "model.uncertified", "tasks.limits",
+    "tasks.sources.*.limits.*", "learner.timeout_s", "learner.threads", "learner.checkpoint",
     "learner.memory", "learner.micro_batch_tokens", "learner.world_size", "learner.parallel",
     "learner.machines", "learner.machines_wait_s", "learner.interface",
     "rollout.nodes", "rollout.concurrency", "rollout.sample_timeout_s", "rollout.drain_s", "rollout.threads",

@@ -82,8 +82,10 @@ def facts(config: BaseConfig, interface: Interface) -> dict[str, str]:
     """Versions and settings that must be the same on every machine of the learner."""
     same = {name: version for name, version in versions().items() if name != "vllm"}
     same["python"] = same["python"].rpartition(".")[0]
-    keys = ("machines", "world_size", "micro_batch_tokens")  # a run may change them, but every machine alike
+    # a run may change these, but every machine alike
+    keys = ("machines", "world_size", "micro_batch_tokens", "timeout_s")
     same |= {f"learner.{key}": str(getattr(config.learner, key)) for key in keys}
+    same["model.verify"] = str(config.model.verify)
     same["learner.parallel"] = msgspec.json.encode(config.learner.parallel).decode()
     if config.rl is None:  # every rank reads its machine's copy
         path = Path(downloaded(config, "learner").tasks.dataset)

@@ -117,7 +117,7 @@ class RolloutSource(BatchSource):
         told = self._from_replicas(msgspec.msgpack.encode(estimates.moments_of(found)))
         parts = [*chain.from_iterable(msgspec.msgpack.decode(data, type=list[Moments]) for data in told)]
         if not all(math.isfinite(total) for _, total, _ in parts):  # every rank sees it
-            hint = "the last checkpoint is unharmed, try a lower learner.critic.optimizer.lr"
+            hint = "begin a new run from the last checkpoint with a lower learner.critic.optimizer.lr"
             raise SlipstreamError(f"step {self._step}: a value of the critic is no number; {hint}")
         return estimates.normalized(found, parts) if config.normalize else found
 

@@ -179,7 +179,8 @@ def check_finite(step: int, result: StepResult, key: str = "learner.optimizer.lr
     """Stop a run whose numbers are gone before they reach a checkpoint; `key` is its rate's. Raises SlipstreamError."""
     for name in ("loss", "grad_norm"):
         if not math.isfinite(value := getattr(result, name)):
-            raise SlipstreamError(f"step {step}: {name} is {value}; the last checkpoint is unharmed, try a lower {key}")
+            hint = f"begin a new run from the last checkpoint with a lower {key}"
+            raise SlipstreamError(f"step {step}: {name} is {value}; {hint}")
 
 
 class StallMeter:

@@ -68,6 +68,9 @@ def test_a_run_may_be_continued_longer_or_with_more_nodes_but_not_as_a_warm_star
         ("learner__micro_batch_tokens", 8192),
         ("learner__world_size", 2),  # a GPU fewer or more: a checkpoint loads under every layout
         ("learner__parallel", {"tensor": 2}),
+        ("learner__timeout_s", 900.0),  # `status` advises it for ranks that are silent
+        ("model__verify", False),
+        ("tasks__limits", {"reset_s": 60.0}),
     ):
         longer = changed(config, **{key: value})
         run.prepare(longer)

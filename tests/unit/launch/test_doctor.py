@@ -20,7 +20,7 @@ import pytest
 
 from broker.diagnosis import stalls
 from common.config.converted import WEIGHTS
-from common.config.loading import dump_yaml
+from common.config.loading import dump_yaml, key_paths
 from common.config.schema import (
     BrokerAddress,
     BrokerConfig,
@@ -37,7 +37,7 @@ from common.config.schema import (
 )
 from common.config.tasks import LimitsConfig
 from common.errors import EXIT_DONE, EXIT_FAILED
-from common.process.run_dir import BrokerFile, RunDir, write_json
+from common.process.run_dir import CHANGEABLE, BrokerFile, RunDir, write_json
 from common.security.credentials import KeyFolder
 from launch.checks import doctor, job
 from launch.checks import machine as checks
@@ -585,6 +585,14 @@ def test_a_machine_alone_or_the_folder_of_a_run_is_looked_at_and_nothing_else(ru
     assert "nothing in the way" in capsys.readouterr().out
     for words in ("/nowhere", "run.seed=1"):
         refusal(capsys, "doctor", words)
+
+
+def test_advice_on_a_run_names_keys_that_it_may_change_or_speaks_of_a_new_run() -> None:
+    keys = set(key_paths(Config))
+    for kind, text in stalls.ADVICE.items():
+        named = keys & set(re.findall(r"[a-z_]+(?:\.[a-z_]+)+", text))
+        fixed = [key for key in named if not any(f"{key}.".startswith(f"{one}.") for one in CHANGEABLE)]
+        assert not fixed or "a new run" in text, kind
 
 
 def test_every_check_is_on_the_page_and_advice_is_given_on_stalls_that_exist() -> None:

@@ -165,9 +165,11 @@ def test_machines_compare_how_versions_travel_and_the_layout(tmp_path: Path) -> 
     parallel = msgspec.structs.replace(config.learner.parallel, tensor=2)
     other = msgspec.structs.replace(
         config,
+        model=msgspec.structs.replace(config.model, verify=not config.model.verify),
         weights=msgspec.structs.replace(config.weights, encoding="adapter"),
-        learner=msgspec.structs.replace(config.learner, parallel=parallel),
+        learner=msgspec.structs.replace(config.learner, parallel=parallel, timeout_s=900.0),
     )
     here, there = (module.facts(one, Interface("lo", "127.0.0.1")) for one in (config, other))
-    assert {key for key in here if here[key] != there[key]} == {"weights.encoding", "learner.parallel"}
+    differing = {key for key in here if here[key] != there[key]}
+    assert differing == {"weights.encoding", "learner.parallel", "learner.timeout_s", "model.verify"}
     assert here["weights.transport"] == config.weights.transport
