@@ -23,6 +23,7 @@ from common.config.loading import Document, describe_value
 from common.config.lora_checks import lora_problems
 from common.config.loss import OF_ONE, OVER_THE_BATCH, advantage_problems, is_plugin, loss_problems, update_problems
 from common.config.network_checks import address_problems, broker_problems, buffers_problems, weights_address_problems
+from common.config.optimizer import schedule_problems
 from common.config.parallel_layout import (
     architecture_problems,
     attention_problems,
@@ -122,12 +123,25 @@ def _changed(found: Any, key: str, change: Callable[[str, str], str]) -> Any:
 
 def problems(config: BaseConfig, reader: Reader = "all") -> Iterator[Problem]:
     """Everything that does not fit, the most basic first."""
-    warmup = warmup_problems(config.rl) if config.rl is not None and reader != "learner" else ()
-    for problem in chain(_problems(config, _read_by(reader, config)), warmup):
+    of_length = _length(config) if reader != "learner" else ()
+    for problem in chain(_problems(config, _read_by(reader, config)), of_length):
         if not problem.found:
             value: object = reduce(getattr, problem.key.split("."), config)
             problem = replace(problem, found=describe_value(value))
         yield problem
+
+
+def _length(config: BaseConfig) -> Iterator[Problem]:
+    """Keys that do not fit the run's length. The learner alone has the config of a replay, which may end earlier."""
+    if config.rl is not None:
+        yield from warmup_problems(config.rl)
+    learner = config.learner
+    critic = learner.value_model
+    alone = critic.warmup_steps if critic is not None else 0  # the policy's schedule begins after these steps
+    updates = (config.run.steps - alone) * learner.updates
+    yield from schedule_problems("learner.optimizer", learner.optimizer, updates)
+    if critic is not None:
+        yield from schedule_problems("learner.critic.optimizer", critic.optimizer, config.run.steps * learner.updates)
 
 
 def _problems(config: BaseConfig, read: set[str]) -> Iterator[Problem]:

@@ -1,10 +1,12 @@
 """The optimizer of the policy, and of a critic beside it."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from common.config.types import Fraction, Natural, NonNegative, PositiveFloat, Strict
+from common.errors import Problem
 
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 
@@ -21,3 +23,17 @@ class OptimizerConfig(Strict, frozen=True, kw_only=True):
     # Update at which the schedule ends; 0 means run.steps, times the updates of each.
     decay_steps: Natural = 0
     min_lr_fraction: Fraction = 0.0  # Fraction of lr that is left where the schedule ends.
+
+
+def schedule_problems(at: str, optimizer: OptimizerConfig, updates: int) -> Iterator[Problem]:
+    """Keys at the path `at` without effect, and a rate of 0 before the last one of the run's `updates`."""
+    if optimizer.schedule == "constant":
+        for name in ("decay_steps", "min_lr_fraction"):
+            if getattr(optimizer, name):
+                yield Problem(f"{at}.{name}", "0 with schedule: constant", hint="linear and cosine read it")
+    elif 0 < optimizer.decay_steps <= optimizer.warmup_steps:
+        hint = "the schedule begins after the warm-up"
+        yield Problem(f"{at}.decay_steps", f"0, or more than {at}.warmup_steps ({optimizer.warmup_steps})", hint=hint)
+    elif 0 < optimizer.decay_steps < updates and not optimizer.min_lr_fraction:
+        hint = "later ones would have a learning rate of 0, unless min_lr_fraction is more"
+        yield Problem(f"{at}.decay_steps", f"0, or at least {updates}, the updates of the run", hint=hint)

@@ -12,7 +12,7 @@ from tests.rigs.processes import ROOT, Process
 
 STEPS = int(os.environ.get("SLIPSTREAM_TEST_STEPS", "2"))
 LEARNS = 40  # steps in which the reward must rise
-SHORT = ["run.steps=4", "learner.optimizer.decay_steps=4"]  # a warm start for a job that only has to run
+SHORT = ["run.steps=4"]  # a warm start for a job that only has to run
 
 
 def run(log: Path, *words: str) -> None:

@@ -134,6 +134,11 @@ broker: {lease_s: 5.0, heartbeat_s: 2.0} | broker.lease_s | heartbeat_s
 broker: {max_lease_s: 60.0} | broker.max_lease_s | sample_timeout_s
 broker: {max_bytes: 10, max_message_bytes: 20} | broker.max_message_bytes | broker.max_bytes
 {rollout: {group_size: 1}, learner: {loss: {advantage: rloo}}} | rollout.group_size | rloo
+learner: {optimizer: {min_lr_fraction: 0.1}} | learner.optimizer.min_lr_fraction | expected 0 with schedule: constant
+learner: {optimizer: {decay_steps: 9}} | learner.optimizer.decay_steps | expected 0 with schedule: constant, found 9
+learner: {optimizer: {schedule: linear, warmup_steps: 9, decay_steps: 9}} | learner.optimizer.decay_steps | steps (9)
+learner: {optimizer: {schedule: cosine, decay_steps: 4}} | learner.optimizer.decay_steps | at least 5, the updates
+{learner: {optimizer: {schedule: linear, decay_steps: 9}, epochs: 2}} | learner.optimizer.decay_steps | at least 10
 """
 PASSES = """
 {}
@@ -178,6 +183,10 @@ learner: {loss: {objective: 'm:f', objective_options: {any: 3}, clip_dual: 3.0, 
 learner: {loss: {correction: 'm:f', correction_level: geometric}}
 learner: {loss: {advantage: pass_at_k, advantage_options: {k: 7}}}
 learner: {loss: {advantage: gdpo, advantage_options: {right: 1, short: 0.2}}}
+learner: {optimizer: {warmup_steps: 20}}
+learner: {optimizer: {schedule: linear, warmup_steps: 20}}
+learner: {optimizer: {schedule: linear, warmup_steps: 2, decay_steps: 3, min_lr_fraction: 0.1}}
+learner: {optimizer: {schedule: cosine, decay_steps: 10}}
 """
 
 

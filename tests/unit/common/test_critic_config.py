@@ -122,3 +122,13 @@ def test_a_warm_up_as_long_as_the_job_is_refused_but_in_a_replay_which_only_the_
     job = resolve_paths(load([*GAE, "learner.critic.warmup_steps=4", "run.steps=4", "learner.optimizer.decay_steps=3"]))
     assert "learner.critic.warmup_steps" in {problem.key for problem in problems(job)}
     assert "learner.critic.warmup_steps" not in {problem.key for problem in problems(job, "learner")}
+
+
+def test_each_schedule_ends_with_the_training_of_its_model() -> None:
+    words = [*GAE, "learner.critic.warmup_steps=4", "run.steps=30"]
+    for at in ("learner.optimizer", "learner.critic.optimizer"):
+        words += [f"{at}.schedule=linear", f"{at}.decay_steps=26", f"{at}.min_lr_fraction=0"]
+    job = resolve_paths(load(words))
+    found = {problem.key: problem.expected for problem in problems(job) if ".optimizer" in problem.key}
+    assert found == {"learner.critic.optimizer.decay_steps": "0, or at least 30, the updates of the run"}
+    assert not [problem for problem in problems(job, "learner") if "optimizer" in problem.key], "of a replay"
