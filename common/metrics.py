@@ -281,6 +281,17 @@ OF_EPISODES = frozenset((
     "reward_mean", "reward_std", "length_mean", "length_max", "turns_mean", "truncated_fraction",
     "mixed_version_fraction", "teacher_s",
 ))  # fmt: skip
+# Without its key each of these is unset, or a 0 that means nothing.
+NEEDING = {
+    "evaluation.every": ("validation_loss",),
+    "learner.loss.kl_coefficient": ("kl_mean",),
+    "learner.loss.distillation": ("teacher_kl_mean", "teacher_tail_mean", "teacher_s"),
+    "learner.critic": (
+        "value_loss", "value_grad_norm", "value_lr", "value_clip_fraction", "value_explained", "return_mean",
+    ),
+    "learner.moe.replay_routing": ("routing_mismatch_fraction",),
+    "rollout.concurrency: auto": ("kv_cache_usage", "preemptions_total"),
+}  # fmt: skip
 # Each source has these numbers on a step's line.
 SOURCE_FIGURES = ("weight", "groups", "samples", "reward_mean", "success", "truncated_fraction")
 

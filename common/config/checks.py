@@ -5,6 +5,7 @@ means the same place whatever directory it is started in. `downloaded` puts loca
 in the process that reads them. The run's config and the broker keep the names, which no check looks behind.
 """
 
+import math
 import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
@@ -39,7 +40,7 @@ from common.errors import Problem, UsageError, meant, nearest
 from common.evaluation import dataset_names, pass_ks
 from common.hub import SCHEME, TOKENIZER_FILES, absolute, local_copy
 from common.json_lines import FIRST_ROWS, OtherFormat, dataset_exists, dataset_rows
-from common.metrics import SOURCE_FIGURES, EvaluationMetrics, numbers
+from common.metrics import NEEDING, SOURCE_FIGURES, EvaluationMetrics, numbers
 
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
 HIGHEST_TEMPERATURE = 2.0  # vLLM refuses higher ones
@@ -135,6 +136,7 @@ def _length(config: BaseConfig) -> Iterator[Problem]:
     """Keys that do not fit the run's length. The learner alone has the config of a replay, which may end earlier."""
     if config.rl is not None:
         yield from warmup_problems(config.rl)
+        yield from _never_best(config)
     learner = config.learner
     critic = learner.value_model
     alone = critic.warmup_steps if critic is not None else 0  # the policy's schedule begins after these steps
@@ -245,6 +247,19 @@ def metric_names(config: BaseConfig) -> list[str]:
     return known
 
 
+def absent_metrics(config: BaseConfig) -> dict[str, str]:
+    """The metrics of a step that this run does not measure, and the key that each of them needs."""
+    job = config.rl
+    given = {"evaluation.every": job is not None or config.evaluation.every > 0}
+    if job is not None:
+        given["learner.loss.kl_coefficient"] = job.measures_kl
+        given["learner.loss.distillation"] = job.learner.loss.distillation is not None
+        given["learner.critic"] = job.learner.critic is not None
+        given["learner.moe.replay_routing"] = job.learner.moe.replay_routing
+        given["rollout.concurrency: auto"] = job.rollout.concurrency == "auto"
+    return {name: key for key, names in NEEDING.items() if not given.get(key, True) for name in names}
+
+
 def source_metrics(config: BaseConfig) -> list[str]:
     """The metrics of each of tasks.sources; docs/mixtures.md."""
     sources = config.rl.tasks.sources if config.rl else ()
@@ -255,11 +270,27 @@ def _keep_best(config: BaseConfig) -> Iterator[Problem]:
     key = config.learner.checkpoint.keep_best
     if key is None:
         return
-    known = metric_names(config)
-    if (name := key.removeprefix("-")) not in known:
+    known, absent = metric_names(config), absent_metrics(config)
+    name = key.removeprefix("-")
+    if config.rl and not config.evaluation.every and name.startswith("evaluation/"):
+        absent[name] = "evaluation.every"
+    if name in absent or name not in known:
         near = nearest(name, known)
         hint = f"did you mean '{'-' * key.startswith('-')}{near}'?" if near else "docs/metrics.md lists them"
+        hint = f"it needs {absent[name]}" if name in absent else hint
         yield Problem("learner.checkpoint.keep_best", "a metric of this run, or -METRIC for the least", hint=hint)
+
+
+def _never_best(config: BaseConfig) -> Iterator[Problem]:
+    """keep_best names an evaluation, and no version has both an evaluation and a checkpoint."""
+    every, steps = config.evaluation.every, config.run.steps
+    checkpoint = config.learner.checkpoint
+    if not every or not (checkpoint.keep_best or "").removeprefix("-").startswith("evaluation/"):
+        return
+    if steps % every and math.lcm(every, checkpoint.every) > steps:  # the last version has a checkpoint
+        expected = f"a step up to run.steps ({steps}) with an evaluation and, by learner.checkpoint.every, a checkpoint"
+        hint = "learner.checkpoint.keep_best compares versions that have both"
+        yield Problem("evaluation.every", expected, hint=hint)
 
 
 def model_folder_problems(path: str) -> Generator[Problem, None, Architecture | None]:
@@ -421,9 +452,13 @@ def _evaluation(config: Config, read: set[str]) -> Iterator[Problem]:
         yield Problem("evaluation.every", f"a multiple of weights.publish_every ({publish_every})", hint=hint)
     figures = [*numbers(EvaluationMetrics), "mean_reward_low", "mean_reward_high"]
     known = [f"evaluation/{name}/{each}" for name in dataset_names(told.paths) for each in figures]
-    if told.every:
-        expected = "a number of this run's evaluations"
-        yield from _watched(config, "evaluation/", known, expected=expected, page="docs/watch.md has the names")
+    expected = "a number of this run's evaluations"
+    known, page = (known, "docs/watch.md has the names") if told.every else ([], "it needs evaluation.every")
+    yield from _watched(config, "evaluation/", known, expected=expected, page=page)
+    absent = absent_metrics(config)
+    for number, rule in enumerate(config.watch):
+        if key := absent.get(rule.metric):
+            yield Problem(f"watch[{number}].metric", "a metric of this run", rule.metric, f"it needs {key}")
     if told.temperature and not LOWEST_TEMPERATURE <= told.temperature <= HIGHEST_TEMPERATURE:
         yield Problem("evaluation.temperature", f"0 (greedy), or {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE:g}")
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from common.config.checks import problems
 from common.config.loading import build_config
 from common.config.schema import Config, SftConfig
 from common.errors import ConfigError
@@ -291,7 +292,10 @@ def test_an_evaluation_that_ends_late_decides_when_its_line_is_written(make_worl
         (config_of("tokens_by_age"), "'tokens_trained'"),
         (config_of("-valdation_loss", kind=SftConfig), "'-validation_loss'"),
         (config_of("reward_mean", kind=SftConfig), "docs/metrics.md"),
-        (config_of("evaluation/data-held-out/mean_reward"), "docs/metrics.md"),
+        (config_of("evaluation/data-held-out/mean_reward"), "it needs evaluation.every"),
+        (config_of("-validation_loss", kind=SftConfig), "it needs evaluation.every"),
+        (config_of("-value_loss"), "it needs learner.critic"),
+        (config_of("kl_mean"), "it needs learner.loss.kl_coefficient"),
         (config_of("evaluation/data-held-uot/mean_reward", **evaluating()), "'evaluation/data-held-out/"),
         (config_of("evaluation/data-held-out/pass_at", **evaluating()), "'evaluation/data-held-out/"),
     ],
@@ -305,8 +309,24 @@ def test_an_unknown_metric_is_refused_with_the_nearest_name(config: Any, hint: s
 
 @pytest.mark.parametrize(
     "config",
-    [config_of("-grad_norm"), config_of("loss", kind=SftConfig), config_of("-validation_loss", kind=SftConfig),
+    [config_of("-grad_norm"), config_of("loss", kind=SftConfig),
+     config_of("-validation_loss", kind=SftConfig, evaluation={"every": 2}),
      config_of("evaluation/data-held-out/pass_at/4", **evaluating())],
 )  # fmt: skip
 def test_a_metric_of_the_run_is_accepted(config: Any) -> None:
     config.validate("job.yaml", "broker")
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "checkpoints", "meet"),
+    [(50, 15, 20, False), (60, 15, 20, True), (45, 15, 20, True), (10, 15, 20, False), (61, 15, 20, True)],
+)
+def test_an_evaluation_compares_versions_of_which_one_has_a_checkpoint(
+    steps: int, every: int, checkpoints: int, meet: bool
+) -> None:
+    run = {"name": "best", "dir": "/run", "steps": steps}
+    told = evaluating(every) | {"run": run, "weights": {"publish_every": 3}}
+    config = config_of("evaluation/data-held-out/mean_reward", every=checkpoints, **told)
+    found = [problem.key for problem in problems(config, "broker")]
+    assert found == ([] if meet else ["evaluation.every"])
+    assert list(problems(config_of("reward_mean", every=checkpoints, **told), "broker")) == []

@@ -12,7 +12,7 @@ from common.config.loading import build_config
 from common.config.observing import WatchRule
 from common.config.schema import Config
 from common.errors import ConfigError
-from common.metrics import OF_EPISODES, OF_TRAINED, EvaluationMetrics, StepMetrics, judged, numbers
+from common.metrics import NEEDING, OF_EPISODES, OF_TRAINED, EvaluationMetrics, StepMetrics, judged, numbers
 from common.rollouts import Group, Sample, VersionRun
 from common.wire_types import Array
 from learner.backend_protocol import NOTHING_TRAINED
@@ -162,6 +162,7 @@ def test_zeros_of_a_step_that_trained_nothing_and_of_one_without_episodes_are_no
     updates = {"grad_norm_max", "batch_kl", "update_age_mean", "update_age_max"}
     assert figures | updates | {"loss", "grad_norm", "lr", "staleness_mean", "staleness_max"} <= OF_TRAINED
     assert set(StepMetrics.__struct_fields__) >= OF_TRAINED | OF_EPISODES
+    assert {name for names in NEEDING.values() for name in names} <= {*numbers(StepMetrics), "validation_loss"}
     zeros = dict.fromkeys(OF_TRAINED | OF_EPISODES, 0) | {"groups_ready": 0}
     filtered = read_line(1, **zeros, tokens_trained=0, samples=8, samples_failed=0)
     assert {name for name in zeros if judged(filtered, name) is not None} == OF_EPISODES | {"groups_ready"}
@@ -254,3 +255,33 @@ def test_a_rule_on_an_evaluation_that_the_run_does_not_have_is_refused_with_the_
     assert "'evaluation/data-held-out/mean_reward'" in str(caught.value.hint)
     told["watch"][1]["metric"] = "evaluation/data-held-out/mean_reward_low"
     config_of("reward_mean", **told).validate("job.yaml", "broker")
+
+
+TEACHER = {
+    "scorers": {"t": {"url": "http://t/v1", "model": "t", "kind": "teacher"}},
+    "learner": {"loss": {"distillation": {"teacher": "t"}}},
+}
+CRITIC = {"learner": {"critic": {"kl_coefficient": 0.1}, "loss": {"advantage": "gae"}}}
+
+
+@pytest.mark.parametrize(
+    ("metric", "needed", "sections"),
+    [
+        ("kl_mean", "learner.loss.kl_coefficient", {"learner": {"loss": {"kl_coefficient": 0.1}}}),
+        ("kl_mean", "learner.loss.kl_coefficient", CRITIC),
+        ("teacher_kl_mean", "learner.loss.distillation", TEACHER),
+        ("value_loss", "learner.critic", CRITIC),
+        ("return_mean", "learner.critic", CRITIC),
+        ("routing_mismatch_fraction", "learner.moe.replay_routing", {"learner": {"moe": {"replay_routing": True}}}),
+        ("kv_cache_usage", "rollout.concurrency: auto", {"rollout": {"concurrency": "auto"}}),
+        ("evaluation/data-held-out/mean_reward", "evaluation.every", evaluating()),
+    ],
+)
+def test_a_rule_on_a_metric_that_the_run_does_not_have_is_refused_with_the_key_that_it_needs(
+    metric: str, needed: str, sections: dict[str, Any]
+) -> None:
+    told = {"watch": [{"metric": metric, "above": 0.5}], **evaluating(every=0)}
+    with refused(ConfigError, metric) as caught:
+        config_of("reward_mean", **told).validate("job.yaml", "broker")
+    assert (caught.value.key, caught.value.hint) == ("watch[0].metric", f"it needs {needed}")
+    config_of("reward_mean", **told | sections).validate("job.yaml", "broker")
