@@ -285,8 +285,8 @@ def _never_best(config: BaseConfig) -> Iterator[Problem]:
     """keep_best names an evaluation, and no version has both an evaluation and a checkpoint."""
     every, steps = config.evaluation.every, config.run.steps
     checkpoint = config.learner.checkpoint
-    if not every or not (checkpoint.keep_best or "").removeprefix("-").startswith("evaluation/"):
-        return
+    if not every or steps < every or not (checkpoint.keep_best or "").removeprefix("-").startswith("evaluation/"):
+        return  # a trial of a few steps evaluates nothing
     if steps % every and math.lcm(every, checkpoint.every) > steps:  # the last version has a checkpoint
         expected = f"a step up to run.steps ({steps}) with an evaluation and, by learner.checkpoint.every, a checkpoint"
         hint = "learner.checkpoint.keep_best compares versions that have both"

@@ -319,7 +319,14 @@ def test_a_metric_of_the_run_is_accepted(config: Any) -> None:
 
 @pytest.mark.parametrize(
     ("steps", "every", "checkpoints", "meet"),
-    [(50, 15, 20, False), (60, 15, 20, True), (45, 15, 20, True), (10, 15, 20, False), (61, 15, 20, True)],
+    [
+        (2, 15, 20, True),
+        (50, 15, 20, False),
+        (60, 15, 20, True),
+        (45, 15, 20, True),
+        (10, 15, 20, True),
+        (61, 15, 20, True),
+    ],
 )
 def test_an_evaluation_compares_versions_of_which_one_has_a_checkpoint(
     steps: int, every: int, checkpoints: int, meet: bool
