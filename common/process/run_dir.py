@@ -31,6 +31,7 @@ CHANGEABLE = (
     "run.dir", "run.steps", "run.max_restarts", "model.uncertified", "learner.threads", "learner.checkpoint",
     "learner.memory", "learner.micro_batch_tokens", "learner.world_size", "learner.parallel",
     "learner.machines", "learner.machines_wait_s", "learner.interface",
+    "learner.optimizer.decay_steps", "learner.critic.optimizer.decay_steps",  # follow run.steps unless they are set
     "rollout.nodes", "rollout.concurrency", "rollout.sample_timeout_s", "rollout.drain_s", "rollout.threads",
     "rollout.engine", "broker", "weights.transport", "weights.overlap", "weights.address", "weights.network",
     "weights.buffers", "weights.encoding", "weights.anchor_every", "weights.timeout_s", "weights.bucket_mib",

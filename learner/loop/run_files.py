@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 
 import msgspec
+from msgspec.structs import replace
 
+from common.config.optimizer import OptimizerConfig
 from common.config.schema import BaseConfig
 from common.errors import UsageError
 from common.evaluation import dataset_names
@@ -19,7 +21,7 @@ from common.process.lifecycle import alive, birth_of, out_of_sight, pid_space
 from common.process.run_dir import MetricsWriter, RunDir, unwritable, write_json
 from common.run_reader import read_tail
 from learner.checkpoint.best import Best
-from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
+from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState, schedule_ends
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,7 @@ class RunFiles:
         self.datasets = dataset_names(config.rl.evaluation.paths) if config.rl else []
         self.evaluated = set[tuple[int, str]]()  # versions and datasets with a metrics line
         self.incarnation = 0  # which start of the learner this is
+        self.former_ends: tuple[int, int] | None = None  # schedule_ends of the start before; None: unknown, or none
         self._metrics: MetricsWriter | None = None
         self._unwritten: list[Metrics] = []  # lines for which the disk has no room yet, oldest first
         self._closed = False
@@ -113,9 +116,13 @@ class RunFiles:
         digest = hashlib.sha256(msgspec.json.encode(self._config, order="sorted")).hexdigest()[:16]
         if path and state.config_digest != digest:
             logger.warning("the config changed since %s was written", path)
+        ends = state.schedule_ends
+        self.former_ends = ends[max(ends)] if ends else None
+        if self.former_ends != (now := schedule_ends(self._config)):
+            ends = ends | {step: now}
         write_record(self._run_dir, self.incarnation, "running", step)
         self.note("learner_started", incarnation=self.incarnation, step=step, checkpoint=str(path))
-        return msgspec.structs.replace(state, incarnation=self.incarnation, config_digest=digest)
+        return replace(state, incarnation=self.incarnation, config_digest=digest, schedule_ends=ends)
 
     def _newest(self, dataset_digest: str) -> TrainerState:
         path, state = self.checkpoints.newest() or (None, None)
@@ -125,6 +132,24 @@ class RunFiles:
             told = ", ".join(f"{key}: {dataset}" for key, dataset in self._config.tasks.datasets.items())
             raise UsageError(f"{told} changed since {path} was written; restore it")
         return state
+
+    def warn_of_schedule(self, step: int, rate: Callable[[int, OptimizerConfig, int], float]) -> None:
+        """Warn when the learning rate of `step` is another one than before, because a schedule ends elsewhere now.
+
+        `rate`: as learner.megatron.optimizer.learning_rate, which takes seconds to import.
+        """
+        learner, critic = self._config.learner, self._config.learner.value_model
+        update = step * learner.updates
+        alone = critic.warmup_steps * learner.updates if critic else 0
+        each = [("learner.optimizer", learner.optimizer, max(update - alone, 0))]
+        each += [("learner.critic.optimizer", critic.optimizer, update)] if critic else []
+        ends = zip(self.former_ends or (), schedule_ends(self._config), strict=False)
+        for (key, optimizer, number), (old, new) in zip(each, ends, strict=False):
+            before, now = (rate(number, replace(optimizer, decay_steps=end), 0) for end in (old, new))
+            if before != now and step < self._config.run.steps:
+                told = "%s: the %s schedule ends at update %d instead of %d; the next learning rate is %.4g instead of"
+                told += " %.4g; to keep the old schedule, stop and set %s.decay_steps: %d"
+                logger.warning(told, key, optimizer.schedule, new, old, now, before, key, old)
 
     def open_metrics(self, version: int) -> None:
         """Open the metrics file without the lines of steps from `version` on, because these steps come again.

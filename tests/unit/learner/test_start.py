@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
 from broker.contract import RunInfo
+from common.config.optimizer import OptimizerConfig
 from common.config.schema import Config
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.process.run_dir import BrokerFile, RunDir, find_broker, write_json
@@ -111,6 +113,69 @@ def test_the_config_may_be_changed_where_that_is_harmless(make_config: MakeConfi
     lead, state = prepare(longer)
     assert state.policy_version == 0
     lead.files.events.close()
+
+
+def linear(update: int, config: OptimizerConfig, total_steps: int) -> float:
+    """As learner.megatron.optimizer.learning_rate, without a warm-up."""
+    if config.schedule == "constant":
+        return config.lr
+    done = min(1.0, update / config.decay_steps)
+    return config.lr * (config.min_lr_fraction + (1 - config.min_lr_fraction) * (1 - done))
+
+
+def test_raised_steps_that_change_the_learning_rate_are_told_with_the_key_that_keeps_it(
+    make_config: MakeConfig, caplog: Any
+) -> None:
+    schedule = {"lr": 1.0, "schedule": "linear", "min_lr_fraction": 0.1}
+    critic = {"warmup_steps": 20, "optimizer": schedule | {"lr": 2.0}}
+    learner = {"optimizer": schedule, "critic": critic, "loss": {"advantage": "gae"}, "epochs": 2}
+
+    def starts(steps: int, version: int, sections: dict[str, Any] = learner) -> TrainerState:
+        config = make_config(run={"steps": steps}, learner=sections)
+        run_dir = RunDir(config.run.dir)
+        run_dir.prepare(config)
+        files = RunFiles(config, run_dir)
+        state = files.start("digest")
+        assert state.policy_version in (0, version)
+        files.warn_of_schedule(state.policy_version, linear)
+        files.events.close()
+        folder = CheckpointFolder(run_dir.checkpoints, 2)
+        folder.begin(version).mkdir()
+        folder.finish(msgspec.structs.replace(state, policy_version=version))
+        return state
+
+    assert starts(100, 100).schedule_ends == {0: (160, 200)}
+    assert starts(100, 100).schedule_ends == {0: (160, 200)}
+    assert "schedule" not in caplog.text
+    assert starts(200, 100).schedule_ends == {0: (160, 200), 100: (360, 400)}
+    policy, critics = (text for text in caplog.messages if "schedule" in text)
+    assert policy.startswith("learner.optimizer: the linear schedule ends at update 360 instead of 160;")
+    assert "rate is 0.6 instead of 0.1;" in policy and policy.endswith("set learner.optimizer.decay_steps: 160")
+    assert "rate is 1.1 instead of 0.2;" in critics and critics.endswith("learner.critic.optimizer.decay_steps: 200")
+    caplog.clear()
+    kept = learner | {
+        "optimizer": schedule | {"decay_steps": 360},
+        "critic": critic | {"optimizer": critic["optimizer"] | {"decay_steps": 400}},
+    }
+    assert max(starts(300, 100, kept).schedule_ends.values()) == (360, 400), "the keys may be set in a continued run"
+    assert "schedule" not in caplog.text
+
+
+def test_a_constant_rate_and_a_checkpoint_of_an_earlier_release_warn_of_no_schedule(
+    make_config: MakeConfig, caplog: Any
+) -> None:
+    for schedule, known in (("constant", {0: (8, 0)}), ("linear", {})):
+        config = make_config(run={"steps": 100}, learner={"optimizer": {"schedule": schedule}})
+        run_dir = RunDir(f"{config.run.dir}-{schedule}")
+        folder = CheckpointFolder(run_dir.checkpoints, 2)
+        folder.begin(4).mkdir()
+        state = TrainerState(policy_version=4, incarnation=0, tasks=StreamState(), dataset_digest="digest")
+        folder.finish(msgspec.structs.replace(state, schedule_ends=known))
+        files = RunFiles(config, run_dir)
+        assert files.start("digest").schedule_ends == known | {4: (100, 0)}
+        files.warn_of_schedule(4, linear)
+        files.events.close()
+    assert "schedule" not in caplog.text
 
 
 def test_a_machine_with_a_run_folder_of_its_own_leads_after_another_one_without_a_checkpoint(
