@@ -51,7 +51,7 @@ def prepare(
     files = None
     if process.is_lead:
         run_dir.prepare(named)
-        files = RunFiles(named, run_dir)
+        files = RunFiles(named, run_dir, config)
     if isinstance(config, SftConfig):
         rows = SftSource(config, process.stop_requested)
         return rows, files.start(rows.dataset.digest) if files else None, files

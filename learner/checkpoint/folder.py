@@ -55,6 +55,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, int] = {}  # size in bytes of every file in `model/`, by its path there; empty in older checkpoints
     # as `schedule_ends`, by the first step that was trained so: run.steps may change; empty in older checkpoints
     schedule_ends: dict[int, tuple[int, int]] = {}
+    # by config key, what identifies the models that training reads again; empty in older checkpoints
+    models: dict[str, dict[str, str]] = {}
 
     @property
     def waste(self) -> dict[str, Waste]:

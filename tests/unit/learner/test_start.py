@@ -11,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
+from safetensors.numpy import save_file
 
 from broker.contract import RunInfo
 from common.config.optimizer import OptimizerConfig
@@ -96,6 +98,88 @@ def test_another_dataset_is_refused_at_resume(make_config: MakeConfig, tmp_path:
     complete(CheckpointFolder(RunDir(config.run.dir).checkpoints, 2), 2, "other")
     with refused(UsageError, "tasks.dataset", "step-000002"):
         prepare(config)
+
+
+def model_folder(folder: Path, **files: str) -> Path:
+    """A model of 60 numbers with these files. In their names _ stands for the point."""
+    folder.mkdir(parents=True)
+    save_file({"a": np.arange(60, dtype=np.float32)}, folder / "model.safetensors")
+    for name, text in ({"config_json": "{}", "tokenizer_json": "{}", "README_md": "a"} | files).items():
+        (folder / name.replace("_", ".")).write_text(text)
+    return folder
+
+
+def continues(
+    make_config: MakeConfig, model: Path, name: str = "", reference: Path | None = None, version: int = 4
+) -> dict[str, dict[str, str]]:
+    """Start a learner, which finishes a checkpoint of `version`; returns what that knows of the models.
+
+    `name`: as the config names the model of the hub whose copy `model` is.
+    """
+    loss = {"reference": str(reference)} if reference else {}
+    local = make_config(model={"path": str(model)}, learner={"loss": loss})
+    named = make_config(model={"path": name or str(model)}, learner={"loss": loss})
+    run_dir = RunDir(named.run.dir)
+    run_dir.path.mkdir(exist_ok=True)
+    files = RunFiles(named, run_dir, local)
+    try:
+        state = files.start("digest")
+        folder = CheckpointFolder(run_dir.checkpoints, 2)
+        folder.begin(version).mkdir()
+        folder.finish(msgspec.structs.replace(state, policy_version=version))
+    finally:
+        files.events.close()
+    return state.models
+
+
+def test_a_run_continues_with_the_model_that_it_began_from_in_whatever_folder(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    complete(CheckpointFolder(RunDir(make_config().run.dir).checkpoints, 2), 2, "digest")
+    known = continues(make_config, model_folder(tmp_path / "m"))  # the checkpoint before knew no model
+    assert known["model.path"].keys() == {"config.json", "tokenizer.json", "weights"}
+    moved = model_folder(tmp_path / "moved", README_md="b")
+    assert continues(make_config, moved) == known
+    parts = model_folder(tmp_path / "parts", model_safetensors_index_json="{}")
+    (parts / "model.safetensors").rename(parts / "model-00001-of-00001.safetensors")
+    assert continues(make_config, parts) == known
+
+
+@pytest.mark.parametrize("changed", ["config.json", "tokenizer.json", "chat_template.jinja", "weights"])
+def test_a_model_that_changed_beneath_a_run_is_refused_with_what_changed(
+    make_config: MakeConfig, tmp_path: Path, changed: str
+) -> None:
+    model = model_folder(tmp_path / "m")
+    before = continues(make_config, model)["model.path"]
+    if changed == "weights":  # as a longer warm start does
+        save_file({"a": np.arange(60, dtype=np.float32) + 1}, model / "model.safetensors")
+    else:
+        (model / changed).write_text('{"a": 1}')
+    was = before.get(changed, "none")
+    with refused(UsageError, "model.path", str(model), "step-000004", f"{changed} had digest {was} and now has"):
+        continues(make_config, model)
+
+
+def test_the_reference_of_the_loss_is_compared_by_its_weights(make_config: MakeConfig, tmp_path: Path) -> None:
+    model, reference = model_folder(tmp_path / "m"), model_folder(tmp_path / "r")
+    continues(make_config, model, reference=reference)
+    (reference / "tokenizer.json").write_text("other")
+    continues(make_config, model, reference=reference)
+    save_file({"a": np.zeros(60, dtype=np.float32)}, reference / "model.safetensors")
+    with refused(UsageError, "learner.loss.reference", str(reference), "weights"):
+        continues(make_config, model, reference=reference)
+
+
+def test_a_branch_of_the_hub_that_moved_is_refused_with_the_commit_that_continues(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    first, second = (model_folder(tmp_path / "snapshots" / name, config_json=name) for name in ("c1", "c2"))
+    assert continues(make_config, first, "hf://me/m")["model.path"]["commit"] == "c1"
+    with refused(UsageError, "model.path: hf://me/m ", "config.json", "set model.path=me/m@c1"):
+        continues(make_config, second, "hf://me/m")
+    continues(make_config, first, "hf://me/m@c1")
+    with refused(UsageError, "config.json", "restore it"):
+        continues(make_config, second, "hf://me/m@c2")
 
 
 @pytest.fixture
