@@ -190,6 +190,7 @@ class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="ki
     tokens: Annotated[int, metric("sampled; in no figure of the training", "tokens", "last")]
     seconds: Annotated[float, metric("from the first episode's start to the last one's end", "s", "last")]
     held_s: Annotated[OptFloat, metric("publishes waited for the round; 0 if a pool played it", "s", "last")] = UNSET
+    digest: Annotated[str, metric("the same on lines of the same problems and sampling", "", "last")] = ""
 
 
 class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -337,3 +338,14 @@ def judged(line: Metrics, name: str) -> float | None:
         return None
     value = value_of(line, name)
     return math.nan if value is not None and not math.isfinite(value) else value
+
+
+def comparable(line: Metrics, other: Metrics) -> bool:
+    """Whether both lines of a dataset were measured in the same way: evaluations may change in a continued run.
+
+    Where a line of an earlier release has no digest, its numbers of problems and samples and its temperature decide.
+    """
+    if not isinstance(line, EvaluationMetrics) or not isinstance(other, EvaluationMetrics):
+        return True
+    told, of_other = ((each.problems, each.samples, each.temperature) for each in (line, other))
+    return told == of_other and (line.digest == other.digest or "" in (line.digest, other.digest))

@@ -51,7 +51,7 @@ def prepare(
     files = None
     if process.is_lead:
         run_dir.prepare(named)
-        files = RunFiles(named, run_dir)
+        files = RunFiles(named, run_dir, config)
     if isinstance(config, SftConfig):
         rows = SftSource(config, process.stop_requested)
         return rows, files.start(rows.dataset.digest) if files else None, files
@@ -97,6 +97,7 @@ def train(
     try:
         source.start()
         from learner.megatron.backend import MegatronBackend
+        from learner.megatron.optimizer import learning_rate
 
         backend = MegatronBackend.of(config, resumes=start is not None and start.policy_version > 0)
         process.drain_on_signals()
@@ -106,6 +107,8 @@ def train(
             checkpoint = CheckpointFolder(run_dir.checkpoints, keep=1).path(start.policy_version)
             logger.info("resuming from %s", checkpoint)
             backend.load_checkpoint(checkpoint / MODEL_FOLDER)
+            if files is not None:
+                files.warn_of_schedule(start.policy_version, learning_rate)
         trainer = Trainer(config, run_dir, backend, source, start, files)
         timeout_s = config.learner.timeout_s
         port = config.telemetry.health_port * (os.environ.get("LOCAL_RANK", "0") == "0")  # one rank of each machine

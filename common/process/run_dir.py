@@ -19,6 +19,7 @@ from common.config.network_checks import fixed_address
 from common.config.schema import BaseConfig
 from common.config.scorers import OPERATION
 from common.errors import BrokerUnreachable, DiskFull, SlipstreamError, UsageError
+from common.hub import MODEL_KEYS, SCHEME
 from common.json_lines import LineFile, decoder_of
 from common.process import files
 from common.process.files import pretty_json
@@ -32,6 +33,7 @@ CHANGEABLE = (
     "tasks.sources.*.limits.*", "learner.timeout_s", "learner.threads", "learner.checkpoint",
     "learner.memory", "learner.micro_batch_tokens", "learner.world_size", "learner.parallel",
     "learner.machines", "learner.machines_wait_s", "learner.interface",
+    "learner.optimizer.decay_steps", "learner.critic.optimizer.decay_steps",  # follow run.steps unless they are set
     "rollout.nodes", "rollout.concurrency", "rollout.sample_timeout_s", "rollout.drain_s", "rollout.threads",
     "rollout.engine", "broker", "weights.transport", "weights.overlap", "weights.address", "weights.network",
     "weights.buffers", "weights.encoding", "weights.anchor_every", "weights.timeout_s", "weights.bucket_mib",
@@ -229,8 +231,13 @@ def _check_same(file: Path, config: BaseConfig, key: str, may_differ: Sequence[s
 
 
 def other_values(old: BaseConfig, new: BaseConfig, may_differ: Sequence[str]) -> Iterator[tuple[str, object, object]]:
-    """As `differences`, without the dotted keys of `may_differ` (* is any name) and those in a section of them."""
+    """As `differences`, without the dotted keys of `may_differ` (* is any name) and those in a section of them.
+
+    A model of the hub without a revision may get one: the learner compares the files, and the branch may have moved.
+    """
     for key, before, now in differences(msgspec.to_builtins(old), msgspec.to_builtins(new)):
+        if key in MODEL_KEYS and f"{before}".startswith(SCHEME) and f"{now}".startswith(f"{before}@"):
+            continue
         if not any(fnmatchcase(key, c) or key.startswith(c + ".") for c in may_differ):
             yield key, before, now
 

@@ -6,7 +6,7 @@ the run's store  ->  a broker in this process, its steps preloaded as taken  -> 
 import argparse
 import threading
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -31,7 +31,7 @@ from common.run_reader import MetricsTail, read_tail
 from launch.resolve_target import checked, config_of, find_run
 from launch.up.roles import role_command
 from launch.up.supervisor import DRAIN_S, RoleSpec, Supervisor, end_error
-from learner.checkpoint.folder import CheckpointFolder, read_checkpoint
+from learner.checkpoint.folder import CheckpointFolder, read_checkpoint, schedule_ends
 
 POLL_S = 0.1
 STUCK_S = 60.0
@@ -151,7 +151,12 @@ def plan_replay(
         read_checkpoint(checkpoints[first])
     last = _last_step(recording, first, last, config.broker.retain_steps, list(checkpoints))
     folder = _new_folder(original, out)
-    changed = _config(config, str(original.config), folder, last, overrides)
+    ends = _schedule_ends(config, checkpoints)
+    began = max((step for step in ends if step <= first), default=None)
+    schedules = schedule_ends(config) if began is None else ends[began]
+    changed = _config(config, str(original.config), folder, last, overrides, schedules)
+    if others := [step for step in sorted(ends) if first < step <= last and ends[step] != schedules]:
+        print(f"the run's schedules end elsewhere from step {others[0]} on; a replay has those of step {first}")
     return Replay(original, RunDir(folder), changed, first, last, checkpoints.get(first) if first else None)
 
 
@@ -187,8 +192,25 @@ def _new_folder(original: RunDir, out: str | None) -> Path:
     return folder
 
 
-def _config(config: Config, file: str, folder: Path, last: int, overrides: Sequence[str]) -> Config:
-    """The run's config for its replay: the same computation, no nodes, one checkpoint at the end."""
+def _schedule_ends(config: Config, checkpoints: dict[int, Path]) -> dict[int, tuple[int, int]]:
+    """Where the run's schedules ended, by the first step that was trained so; {} in a run of an earlier release.
+
+    The steps from the newest checkpoint on were trained as the config says.
+    """
+    for step in sorted(checkpoints, reverse=True):
+        with suppress(SlipstreamError):  # a torn one
+            found = read_checkpoint(checkpoints[step]).schedule_ends
+            return found | {step: schedule_ends(config)} if found else {}
+    return {}
+
+
+def _config(
+    config: Config, file: str, folder: Path, last: int, overrides: Sequence[str], schedules: tuple[int, int]
+) -> Config:
+    """The run's config for its replay: the same computation, no nodes, one checkpoint at the end.
+
+    `schedules`: where those of policy and critic end.
+    """
     for word in overrides:
         key = word.partition("=")[0]
         for fixed, reason in FIXED.items():
@@ -196,7 +218,7 @@ def _config(config: Config, file: str, folder: Path, last: int, overrides: Seque
                 raise UsageError(f"override {key}: a replay does not take it: {reason}")
     replace = msgspec.structs.replace
     checkpoint = replace(config.learner.checkpoint, every=last + 1, dir=None)
-    learner = _with_schedules(config.learner, config.run.steps)
+    learner = _with_schedules(config.learner, *schedules)
     own = replace(
         config,
         run=replace(config.run, dir=str(folder), steps=last + 1),
@@ -209,17 +231,13 @@ def _config(config: Config, file: str, folder: Path, last: int, overrides: Seque
     return checked(built, file, environment=False, reader="learner")[0]
 
 
-def _with_schedules(learner: LearnerConfig, steps: int) -> LearnerConfig:
-    """The schedules of policy and critic end where they do in a run of `steps`, also in a shorter one."""
+def _with_schedules(learner: LearnerConfig, policy_end: int, critic_end: int) -> LearnerConfig:
+    """The schedules end at these updates, also in a shorter run."""
     replace = msgspec.structs.replace
     critic = learner.critic
-    end = steps * learner.updates
     if critic is not None:
-        optimizer = replace(critic.optimizer, decay_steps=critic.optimizer.decay_steps or end)
-        critic = replace(critic, optimizer=optimizer)
-        end -= critic.warmup_steps * learner.updates  # the policy's schedule begins after them
-    optimizer = replace(learner.optimizer, decay_steps=learner.optimizer.decay_steps or end)
-    return replace(learner, optimizer=optimizer, critic=critic)
+        critic = replace(critic, optimizer=replace(critic.optimizer, decay_steps=critic_end))
+    return replace(learner, optimizer=replace(learner.optimizer, decay_steps=policy_end), critic=critic)
 
 
 def _originals(path: Path) -> dict[int, StepMetrics]:

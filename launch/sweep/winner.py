@@ -16,7 +16,7 @@ from common.config.checks import metric_names, source_metrics
 from common.config.schema import BaseConfig
 from common.errors import ConfigError, meant
 from common.evaluation import dataset_names
-from common.metrics import judged
+from common.metrics import comparable, judged
 from common.process.run_dir import RunDir
 from common.run_reader import read_tail
 
@@ -94,11 +94,13 @@ def _usual_metric(config: BaseConfig) -> str:
 def value_by(rule: Rule, run: RunDir, config: BaseConfig) -> float | None:
     """The number of a run; None when it has none, or when one of those that count is not finite.
 
-    A step that trained nothing does not count where it has no value by common.metrics.judged.
+    A step that trained nothing does not count where it has no value by common.metrics.judged. Nor does an evaluation
+    that was made otherwise than the newest one.
     """
     tail = read_tail(run.metrics, config.step_metrics)
     lines = tail.evaluations if rule.metric.startswith(EVALUATION) else tail.lines
-    values = [value for line in lines if (value := judged(line, rule.metric)) is not None][-rule.last :]
+    found = [(line, value) for line in lines if (value := judged(line, rule.metric)) is not None]
+    values = [value for line, value in found if comparable(line, found[-1][0])][-rule.last :]
     if not values or not all(map(math.isfinite, values)):
         return None
     best = max if rule.better == "max" else min

@@ -7,7 +7,8 @@ value of a checkpoint follows from the metrics file alone, so a killed learner d
   the best of single steps would be the luckiest. A metric that is declared 'last': its newest value there. A step
   that trained nothing has no value of the metrics for which common.metrics.judged gives none.
 - evaluation/DATASET/FIGURE: the result of the evaluation of the checkpoint's own version. It ends later than the
-  checkpoint is written, so a checkpoint without its evaluation stays until there is one of a later version.
+  checkpoint is written, so a checkpoint without its evaluation stays until there is one of a later version. Only
+  results that were made as the newest one count: other samples or problems may be easier.
 """
 
 import logging
@@ -19,7 +20,7 @@ from statistics import mean
 import msgspec
 
 from common.config.schema import BaseConfig
-from common.metrics import EvaluationMetrics, Metrics, declarations, judged
+from common.metrics import EvaluationMetrics, Metrics, comparable, declarations, judged
 from common.process.run_dir import write_json
 
 logger = logging.getLogger(__name__)
@@ -57,17 +58,35 @@ class Best:
         kinds = declarations(config.step_metrics)
         self._newest = any(each.name == self._name and each.reduction == "last" for each in kinds)
         self._values: dict[int, float] = {}  # by step, or by version that was evaluated
+        self._evaluations: dict[int, Metrics] = {}  # the lines of those versions, in the order of the file
 
     def note(self, line: Metrics) -> None:
         value = judged(line, self._name)
-        if value is not None and math.isfinite(value):
-            self._values[line.policy_version if isinstance(line, EvaluationMetrics) else line.step] = value
+        if value is None or not math.isfinite(value):
+            return
+        if not isinstance(line, EvaluationMetrics):
+            self._values[line.step] = value
+            return
+        before = next(reversed(self._evaluations.values()), line)
+        if not comparable(before, line):
+            told = "evaluations changed at version %d: results of another kind do not count for keep_best"
+            logger.warning(told, line.policy_version)
+        self._values[line.policy_version] = value
+        self._evaluations.pop(line.policy_version, None)  # it becomes the newest
+        self._evaluations[line.policy_version] = line
 
     def value(self, version: int) -> float | None:
         """The value of this version's checkpoint; None: unknown."""
         steps = [version] if self._evaluated else range(max(version - self._window, 0), version)
+        if self._evaluated and not self._counts(version):
+            return None
         found = [self._values[step] for step in steps if step in self._values]
         return None if not found else found[-1] if self._newest else mean(found)
+
+    def _counts(self, version: int) -> bool:
+        """Whether its evaluation, if there is one, was made as the newest one."""
+        lines = self._evaluations
+        return version not in lines or comparable(lines[version], next(reversed(lines.values())))
 
     def choose(self, folder: Path, versions: Iterable[int]) -> set[int]:
         """The versions that must stay: the best one, which best.json then names, and those that may become it.
@@ -77,7 +96,7 @@ class Best:
         versions = sorted(versions)
         before = read_best(folder)
         known = {version: value for version in versions if (value := self.value(version)) is not None}
-        if before is not None and before.metric == self._key and before.step in versions:
+        if before is not None and before.metric == self._key and before.step in versions and self._counts(before.step):
             known.setdefault(before.step, before.value)
         newest = max(self._values, default=-1)
         due = [v for v in versions if self._evaluated and v > newest and v % self._evaluated == 0]

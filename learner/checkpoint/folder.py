@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from broker.contract import WeightChange
+from common.config.schema import BaseConfig
 from common.errors import SlipstreamError
 from common.process.files import pretty_json, remove_folder, replace_folder, sync
 from common.waste import Waste, learner_waste
@@ -52,11 +53,28 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     tokens_wasted_total: int = 0
     tokens_masked_total: int = 0
     files: dict[str, int] = {}  # size in bytes of every file in `model/`, by its path there; empty in older checkpoints
+    # as `schedule_ends`, by the first step that was trained so: run.steps may change; empty in older checkpoints
+    schedule_ends: dict[int, tuple[int, int]] = {}
+    # by config key, what identifies the models that training reads again; empty in older checkpoints
+    models: dict[str, dict[str, str]] = {}
 
     @property
     def waste(self) -> dict[str, Waste]:
         """By reason, as in a LearnerReport."""
         return learner_waste(self.tokens_wasted_total, self.tokens_masked_total)
+
+
+def schedule_ends(config: BaseConfig) -> tuple[int, int]:
+    """Updates at which the learning-rate schedules of policy and critic end; without a critic its end is 0.
+
+    Each counts its own updates, and the policy's schedule begins after the critic's warm-up.
+    """
+    learner = config.learner
+    end, critic = config.run.steps * learner.updates, learner.value_model
+    if critic is None:
+        return learner.optimizer.decay_steps or end, 0
+    alone = critic.warmup_steps * learner.updates
+    return learner.optimizer.decay_steps or max(end - alone, 0), critic.optimizer.decay_steps or end
 
 
 def read_checkpoint(path: Path) -> TrainerState:

@@ -61,6 +61,7 @@ class Evaluations:
         self._seed = config.run.seed
         self._problems: list[bytes] = []
         self._datasets: dict[str, range] = {}  # numbers of the problems
+        self._digests: dict[str, str] = {}  # one for each dataset, as in its lines
         self._sources: list[str] = []  # one for each problem
         for name, (source, path) in zip(files.datasets, told.held_out, strict=True):
             start = len(self._problems)
@@ -68,9 +69,11 @@ class Evaluations:
             self._datasets[name] = range(start, len(self._problems))
             self._sources += [source] * len(self._datasets[name])
         self._temperature = config.rollout.temperature if told.temperature is None else told.temperature
-        sources = self._sources if config.tasks.sources else ()  # as each problem is played
-        about = msgspec.msgpack.encode((self._problems, self._samples, self._temperature, *sources))
-        self._digest = hashlib.sha256(about).hexdigest()[:8]  # results of another config do not count
+        sources = self._sources if config.tasks.sources else []  # as each problem is played
+        self._digest = self._digest_of(self._problems, sources)  # results of another config do not count
+        for name, numbers in self._datasets.items():
+            of_these = slice(numbers.start, numbers.stop)
+            self._digests[name] = self._digest_of(self._problems[of_these], sources[of_these])
         self._jobs = config.sources
         self._fleet = told.fleet  # the config's
         self._shared = False  # whether the training fleet plays the round
@@ -194,7 +197,8 @@ class Evaluations:
             if (done := (now.order.version, name)) not in self._files.evaluated:
                 results = [now.results[number] for number in numbers]
                 success = self._jobs[self._sources[numbers.start]].tasks.success
-                self._files.record(summary(now.order, name, results, held_s, success=success))
+                line = summary(now.order, name, results, held_s, success=success)
+                self._files.record(msgspec.structs.replace(line, digest=self._digests[name]))
                 self._files.evaluated.add(done)
         self._files.note("evaluation_finished", version=now.order.version)
         self._close()
@@ -214,6 +218,10 @@ class Evaluations:
         self._keep()
         with contextlib.suppress(BrokerError):
             self._broker.evaluate(None, [], [])
+
+    def _digest_of(self, problems: list[bytes], sources: list[str]) -> str:
+        about = msgspec.msgpack.encode((problems, self._samples, self._temperature, *sources))
+        return hashlib.sha256(about).hexdigest()[:8]
 
     def _task(self, number: int) -> Task:
         seed = int(np.random.SeedSequence([self._seed, number, 2]).generate_state(1)[0]) >> 1

@@ -6,12 +6,16 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
+from common.config.optimizer import OptimizerConfig
 from common.config.schema import BaseConfig
 from common.errors import UsageError
 from common.evaluation import dataset_names
+from common.hub import SCHEME, TOKENIZER_FILES
 from common.json_lines import EventFile
 from common.metrics import EvaluationMetrics, Metrics
 from common.process.files import FULL
@@ -19,11 +23,18 @@ from common.process.lifecycle import alive, birth_of, out_of_sight, pid_space
 from common.process.run_dir import MetricsWriter, RunDir, unwritable, write_json
 from common.run_reader import read_tail
 from learner.checkpoint.best import Best
-from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
+from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState, schedule_ends
+from learner.megatron.conversion.hf_folder import weights_digest
 
 logger = logging.getLogger(__name__)
 
 KEPT_GROUPS = 8  # in RUN/quarantine, each of up to broker.max_message_bytes
+# Files of a model that a job reads, besides its weights.
+COMPANIONS = (
+    "config.json", "generation_config.json", *TOKENIZER_FILES, "merges.txt", "added_tokens.json",
+    "special_tokens_map.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+)  # fmt: skip
+WEIGHTS, COMMIT = "weights", "commit"  # the second one is of the hub, and told only
 
 
 class LearnerRecord(msgspec.Struct, frozen=True):
@@ -66,11 +77,38 @@ def write_record(run_dir: RunDir, incarnation: int, state: str, policy_version: 
     write_json(run_dir.learner_json, record)
 
 
+def identities(named: BaseConfig, local: BaseConfig) -> dict[str, dict[str, str]]:
+    """By config key, digests of the models that a continued run reads again, whatever folder they are in.
+
+    `named` has the hub's names, `local` the paths of their copies. Raises UsageError when a file cannot be read.
+    """
+    found: dict[str, dict[str, str]] = {}
+    both = {"model.path": (named.model.path, local.model.path)}
+    both["learner.loss.reference"] = (named.learner.reference or "", local.learner.reference or "")
+    for key, (name, path) in both.items():
+        if not path:
+            continue
+        folder = Path(path)
+        files = [file for each in COMPANIONS for file in folder.glob(each)] if key == "model.path" else []
+        try:
+            digests = {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest()[:16] for f in files}
+            digests[WEIGHTS] = weights_digest(folder)[:16]
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{key}: {folder} cannot be read: {error}") from None
+        if name.startswith(SCHEME) and folder.parent.name == "snapshots":
+            digests[COMMIT] = folder.name
+        found[key] = digests
+    return found
+
+
 class RunFiles:
     """The run folder of one learner. Only the lead rank has one."""
 
-    def __init__(self, config: BaseConfig, run_dir: RunDir) -> None:
-        """Raises UsageError when another user's events may not be appended to, DiskFull when the disk is full."""
+    def __init__(self, config: BaseConfig, run_dir: RunDir, local: BaseConfig | None = None) -> None:
+        """`local`: the same config with local copies for the hub's names; without it no model is compared.
+
+        Raises UsageError when another user's events may not be appended to, DiskFull when the disk is full.
+        """
         best = Best(config) if config.learner.checkpoint.keep_best else None
         self.checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep, best)
         try:
@@ -78,12 +116,15 @@ class RunFiles:
         except OSError as error:
             raise unwritable("run.dir", run_dir.path, error) from error
         self._config = config
+        self._local = local
+        self._models: dict[str, dict[str, str]] = {}  # as `identities`
         self._run_dir = run_dir
         self.evaluation = run_dir.evaluation
         # Names come from the config: the places of downloaded files say less.
         self.datasets = dataset_names(config.rl.evaluation.paths) if config.rl else []
         self.evaluated = set[tuple[int, str]]()  # versions and datasets with a metrics line
         self.incarnation = 0  # which start of the learner this is
+        self.former_ends: tuple[int, int] | None = None  # schedule_ends of the start before; None: unknown, or none
         self._metrics: MetricsWriter | None = None
         self._unwritten: list[Metrics] = []  # lines for which the disk has no room yet, oldest first
         self._closed = False
@@ -97,8 +138,10 @@ class RunFiles:
 
         `take_over` gets the incarnation and the state known so far; no other learner can commit after it has
         returned. `known`: the newest incarnation that others know. Raises UsageError when the checkpoints are another
-        run's, or were trained on another dataset.
+        run's, or were trained on another dataset or from another model.
         """
+        if self._local is not None:
+            self._models = identities(self._config, self._local)
         self._run_dir.label_checkpoints(self._config)
         state = self._newest(dataset_digest)
         record = read_record(self._run_dir)
@@ -113,9 +156,14 @@ class RunFiles:
         digest = hashlib.sha256(msgspec.json.encode(self._config, order="sorted")).hexdigest()[:16]
         if path and state.config_digest != digest:
             logger.warning("the config changed since %s was written", path)
+        ends = state.schedule_ends
+        self.former_ends = ends[max(ends)] if ends else None
+        if self.former_ends != (now := schedule_ends(self._config)):
+            ends = ends | {step: now}
         write_record(self._run_dir, self.incarnation, "running", step)
         self.note("learner_started", incarnation=self.incarnation, step=step, checkpoint=str(path))
-        return msgspec.structs.replace(state, incarnation=self.incarnation, config_digest=digest)
+        changed = {"config_digest": digest, "schedule_ends": ends, "models": self._models or state.models}
+        return replace(state, incarnation=self.incarnation, **changed)
 
     def _newest(self, dataset_digest: str) -> TrainerState:
         path, state = self.checkpoints.newest() or (None, None)
@@ -124,7 +172,40 @@ class RunFiles:
         if state.dataset_digest != dataset_digest:
             told = ", ".join(f"{key}: {dataset}" for key, dataset in self._config.tasks.datasets.items())
             raise UsageError(f"{told} changed since {path} was written; restore it")
+        for key in self._models.keys() & state.models.keys():
+            self._check_model(key, state.models[key], f"{path}")
         return state
+
+    def _check_model(self, key: str, before: dict[str, str], checkpoint: str) -> None:
+        """Raise UsageError when the folder of `key` has another model than when the checkpoint was written."""
+        now = self._models[key]
+        differing = [n for n in sorted(before | now) if n != COMMIT and before.get(n) != now.get(n)]
+        if not differing:
+            return
+        name = self._config.model.path if key == "model.path" else self._config.learner.reference or ""
+        told = "; ".join(f"{n} had digest {before.get(n, 'none')} and now has {now.get(n, 'none')}" for n in differing)
+        hint = "restore it, or choose another run.dir for a run from this model"
+        if COMMIT in before and "@" not in name:
+            hint = f"set {key}={name.removeprefix(SCHEME)}@{before[COMMIT]} to continue with that commit"
+        raise UsageError(f"{key}: {name} is not the model that it was when {checkpoint} was written: {told}; {hint}")
+
+    def warn_of_schedule(self, step: int, rate: Callable[[int, OptimizerConfig, int], float]) -> None:
+        """Warn when the learning rate of `step` is another one than before, because a schedule ends elsewhere now.
+
+        `rate`: as learner.megatron.optimizer.learning_rate, which takes seconds to import.
+        """
+        learner, critic = self._config.learner, self._config.learner.value_model
+        update = step * learner.updates
+        alone = critic.warmup_steps * learner.updates if critic else 0
+        each = [("learner.optimizer", learner.optimizer, max(update - alone, 0))]
+        each += [("learner.critic.optimizer", critic.optimizer, update)] if critic else []
+        ends = zip(self.former_ends or (), schedule_ends(self._config), strict=False)
+        for (key, optimizer, number), (old, new) in zip(each, ends, strict=False):
+            before, now = (rate(number, replace(optimizer, decay_steps=end), 0) for end in (old, new))
+            if before != now and step < self._config.run.steps:
+                told = "%s: the %s schedule ends at update %d instead of %d; the next learning rate is %.4g instead of"
+                told += " %.4g; to keep the old schedule, stop and set %s.decay_steps: %d"
+                logger.warning(told, key, optimizer.schedule, new, old, now, before, key, old)
 
     def open_metrics(self, version: int) -> None:
         """Open the metrics file without the lines of steps from `version` on, because these steps come again.

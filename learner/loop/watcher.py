@@ -21,7 +21,7 @@ import numpy as np
 from common.config.observing import WatchRule
 from common.config.schema import Config
 from common.json_lines import EventFile
-from common.metrics import EvaluationMetrics, Metrics, StepMetrics, judged
+from common.metrics import EvaluationMetrics, Metrics, StepMetrics, comparable, judged
 from common.process.run_dir import RunDir
 from common.rollouts import Group, Sample
 from common.run_reader import read_tail
@@ -86,15 +86,23 @@ class RuleState:
         self.name = f"watch[{number}]"
         self.rule = rule
         self.firing: Firing | None = None  # from the step at which it acted until the metric is well again
+        self._evaluation: EvaluationMetrics | None = None  # the newest one that was judged
+        self._begin()
+
+    def _begin(self) -> None:
         self._astray = 0  # lines in a row
         self._best: float | None = None  # mean of `steps` values
-        self._values: deque[float] = deque(maxlen=MEDIAN_OF if rule.drops is None else rule.steps)
+        self._values: deque[float] = deque(maxlen=MEDIAN_OF if self.rule.drops is None else self.rule.steps)
 
     def see(self, line: Metrics) -> None:
         """Take the next line. It changes nothing where it lacks the metric."""
         value = judged(line, self.rule.metric)
         if value is None:
             return
+        if isinstance(line, EvaluationMetrics):
+            if self._evaluation is not None and not comparable(self._evaluation, line):
+                self._begin()  # the values so far were measured otherwise
+            self._evaluation = line
         value, limit = self._judged(value)
         astray = not math.isfinite(value)
         if limit is not None and not astray:

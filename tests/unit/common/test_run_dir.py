@@ -55,6 +55,20 @@ def test_run_of_another_config_is_refused_with_the_key(config, key, value):
     assert load_config(RunDir(config.run.dir).config) == config
 
 
+def test_a_model_of_the_hub_without_a_revision_may_get_one(config):
+    """The learner refuses another commit than the run's; with its name the run continues."""
+    run = RunDir(config.run.dir)
+    run.prepare(changed(config, model__path="hf://me/m"))
+    for other in ("hf://me/m2@c1", "hf://me/m2", "m@c1"):
+        with pytest.raises(OtherRun):
+            run.prepare(changed(config, model__path=other))
+    run.prepare(named := changed(config, model__path="hf://me/m@c1"))
+    assert load_config(run.config) == named
+    for other in ("hf://me/m", "hf://me/m@c2"):
+        with pytest.raises(OtherRun):
+            run.prepare(changed(config, model__path=other))
+
+
 def test_a_run_may_be_continued_longer_or_with_more_nodes_but_not_as_a_warm_start_or_in_a_file(config, tmp_path):
     run = RunDir(config.run.dir)
     run.prepare(config)

@@ -21,6 +21,7 @@ from common.rollouts import GroupMeta, Task
 from common.waits import WaitFor, WaitKind
 from launch.cli import main
 from launch.results.replay import ReplayedStep, check_progress, compare, line, plan_replay, summary
+from learner.checkpoint.folder import read_checkpoint
 from tests.rigs.brokers import MemoryLearner
 from tests.rigs.configs import job_of, refusal, write_checkpoint
 from tests.rigs.refusals import refused
@@ -99,6 +100,32 @@ def test_with_a_critic_both_schedules_end_as_in_the_run_also_in_a_replay_of_the_
     found = plan_replay(run, config, recording(*range(last + 1)), 0, None, None, []).config
     assert found.run.steps == last + 1 and found.learner.critic is not None
     assert (found.learner.optimizer.decay_steps, found.learner.critic.optimizer.decay_steps) == (160, 200)
+
+
+def test_the_schedule_ends_where_it_did_when_the_steps_were_trained(
+    run: RunDir, config: Config, tmp_path: Path, capsys
+) -> None:
+    """The run had 10 steps until step 3, 50 until its newest checkpoint, and has 100 now."""
+
+    def written(ends: dict[int, tuple[int, int]]) -> None:
+        for step in (3, 6):
+            state = read_checkpoint(run.checkpoints / f"step-00000{step}")
+            known = {first: end for first, end in ends.items() if first < step}
+            path = run.checkpoints / f"step-00000{step}/trainer.json"
+            path.write_bytes(msgspec.json.encode(msgspec.structs.replace(state, schedule_ends=known)))
+
+    def end(first: int, last: int) -> int:
+        plan = plan_replay(run, config, recording(*range(9)), first, last, str(tmp_path / "out"), [])
+        return plan.config.learner.optimizer.decay_steps
+
+    written({0: (10, 0), 3: (50, 0)})
+    assert (end(0, 2), end(3, 5), end(6, 8)) == (10, 50, 100)
+    assert capsys.readouterr().out == ""
+    assert end(0, 5) == 10
+    assert "from step 3 on" in capsys.readouterr().out
+    written({3: (100, 0)})
+    assert (end(0, 2), end(3, 8)) == (100, 100), "nothing is known of the steps of an earlier release"
+    assert capsys.readouterr().out == ""
 
 
 def test_a_missing_or_a_torn_checkpoint_and_a_folder_in_use_are_refused(

@@ -212,7 +212,8 @@ def test_the_number_of_a_run_is_a_mean_of_the_last_steps_or_the_best_evaluation(
         {"step": step, "reward_mean": reward, "entropy": entropy, "environment": {"correct": step - 1}}
         for step, (reward, entropy) in enumerate(((0.1, 1.0), (0.2, 1.0), (0.4, 1.0), (0.3, None)))
     ]
-    lines = [*steps, *(evaluation(version, reward) for version, reward in ((1, 0.5), (2, 0.8), (3, 0.6)))]
+    other = evaluation(0, 0.9) | {"temperature": 0.0}  # before the evaluations of the run were changed
+    lines = [*steps, other, *(evaluation(version, reward) for version, reward in ((1, 0.5), (2, 0.8), (3, 0.6)))]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert value_by(rule, run, config_of(tmp_path)) == (None if value is None else pytest.approx(value))
 

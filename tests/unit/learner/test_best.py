@@ -25,9 +25,11 @@ DATASET = "/data/held-out.jsonl"
 NAME = "data-held-out"  # in metrics
 
 
-def evaluated(version: int, reward: float, pass_at: dict[str, float] | None = None) -> EvaluationMetrics:
+def evaluated(
+    version: int, reward: float, pass_at: dict[str, float] | None = None, **how: float | str
+) -> EvaluationMetrics:
     told = {"policy_version": version, "dataset": NAME, "mean_reward": reward, "pass_at": pass_at or {}}
-    return read_line(version, EvaluationMetrics, **told)
+    return read_line(version, EvaluationMetrics, **told, **how)
 
 
 def config_of(keep_best: str, every: int = 2, keep: int = 1, kind: Any = Config, **sections: Any) -> Any:
@@ -86,6 +88,39 @@ def test_an_evaluation_counts_for_its_own_version(figure: str, expected: float |
     best.note(read_line(1, reward_mean=1.0))
     best.note(evaluated(2, 0.5, {"1": 0.5, "4": 0.75}))
     assert (best.value(2), best.value(4)) == (expected, None)
+
+
+GREEDY, SAMPLED = {"temperature": 0.0, "samples": 1}, {"temperature": 1.0, "samples": 8}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (GREEDY | {"digest": "a"}, SAMPLED | {"digest": "b"}),
+        (SAMPLED | {"digest": "a"}, SAMPLED | {"digest": "b"}),  # an edited dataset of the same name
+        (GREEDY, SAMPLED | {"digest": "b"}),  # by an earlier release
+    ],
+)
+def test_evaluations_that_were_made_otherwise_than_the_newest_do_not_decide(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], caplog: Any
+) -> None:
+    best = Best(config_of(f"evaluation/{NAME}/mean_reward", **evaluating()))
+    folder = CheckpointFolder(tmp_path, 1, best)
+    for version, reward, how in ((2, 0.6, before), (4, 0.5, after), (6, 0.58, after), (8, 0.55, after)):
+        write(folder, version)
+        best.note(evaluated(version, reward, **how))
+        folder.prune()
+    assert (steps_of(tmp_path), read_best(tmp_path).step) == ([6, 8], 6)
+    assert caplog.text.count("version 4") == 1
+    best.note(evaluated(2, 0.6, **before))
+    assert (best.value(2), best.value(6)) == (0.6, None)
+
+
+def test_an_evaluation_of_an_earlier_release_counts_where_its_line_tells_of_the_same(tmp_path: Path) -> None:
+    best = Best(config_of(f"evaluation/{NAME}/mean_reward", **evaluating()))
+    best.note(evaluated(2, 0.6, **SAMPLED))
+    best.note(evaluated(4, 0.5, **SAMPLED, digest="a"))
+    assert (best.value(2), best.value(4)) == (0.6, 0.5)
 
 
 # ---------------------------------------------------------------- what stays

@@ -114,6 +114,22 @@ def test_every_second_version_and_the_last_one_are_evaluated_once(make_world: Ma
     assert world.lines()[-1].nodes_live == 1, "nodes of the pool train nothing"
     assert world.publisher.evaluated == ()
     assert world.memory.state.evaluation.order is None
+    again = Evaluations(world.config, world.broker, world.publisher, world.lead.files)
+    assert [line.digest for line in lines(world)] == list(again._digests.values()) * 3
+    assert easy.digest != hard.digest
+
+
+def test_a_lines_digest_says_what_was_evaluated_and_how(make_world: MakeWorld, told: dict[str, Any]) -> None:
+    def digests(**changed: Any) -> list[str]:
+        lead = make_world(evaluation=told | changed).lead
+        return list(Evaluations(lead.config, lead.broker, lead.publisher, lead.files)._digests.values())
+
+    easy, hard = digests()
+    assert digests() == [easy, hard]
+    assert digests(datasets=told["datasets"][1:]) == [hard], "the other datasets do not matter"
+    assert {easy, hard}.isdisjoint(digests(samples=4) + digests(temperature=0.0))
+    Path(told["datasets"][0]).write_text('{"n": 7}\n')
+    assert (easy != (edited := digests())[0], edited[1]) == (True, hard)
 
 
 def test_held_out_problems_are_played_as_their_source_is(make_world: MakeWorld, told: dict[str, Any]) -> None:

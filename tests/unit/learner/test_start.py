@@ -8,12 +8,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
+from safetensors.numpy import save_file
 
 from broker.contract import RunInfo
+from common.config.optimizer import OptimizerConfig
 from common.config.schema import Config
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.process.run_dir import BrokerFile, RunDir, find_broker, write_json
@@ -96,6 +100,88 @@ def test_another_dataset_is_refused_at_resume(make_config: MakeConfig, tmp_path:
         prepare(config)
 
 
+def model_folder(folder: Path, **files: str) -> Path:
+    """A model of 60 numbers with these files. In their names _ stands for the point."""
+    folder.mkdir(parents=True)
+    save_file({"a": np.arange(60, dtype=np.float32)}, folder / "model.safetensors")
+    for name, text in ({"config_json": "{}", "tokenizer_json": "{}", "README_md": "a"} | files).items():
+        (folder / name.replace("_", ".")).write_text(text)
+    return folder
+
+
+def continues(
+    make_config: MakeConfig, model: Path, name: str = "", reference: Path | None = None, version: int = 4
+) -> dict[str, dict[str, str]]:
+    """Start a learner, which finishes a checkpoint of `version`; returns what that knows of the models.
+
+    `name`: as the config names the model of the hub whose copy `model` is.
+    """
+    loss = {"reference": str(reference)} if reference else {}
+    local = make_config(model={"path": str(model)}, learner={"loss": loss})
+    named = make_config(model={"path": name or str(model)}, learner={"loss": loss})
+    run_dir = RunDir(named.run.dir)
+    run_dir.path.mkdir(exist_ok=True)
+    files = RunFiles(named, run_dir, local)
+    try:
+        state = files.start("digest")
+        folder = CheckpointFolder(run_dir.checkpoints, 2)
+        folder.begin(version).mkdir()
+        folder.finish(msgspec.structs.replace(state, policy_version=version))
+    finally:
+        files.events.close()
+    return state.models
+
+
+def test_a_run_continues_with_the_model_that_it_began_from_in_whatever_folder(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    complete(CheckpointFolder(RunDir(make_config().run.dir).checkpoints, 2), 2, "digest")
+    known = continues(make_config, model_folder(tmp_path / "m"))  # the checkpoint before knew no model
+    assert known["model.path"].keys() == {"config.json", "tokenizer.json", "weights"}
+    moved = model_folder(tmp_path / "moved", README_md="b")
+    assert continues(make_config, moved) == known
+    parts = model_folder(tmp_path / "parts", model_safetensors_index_json="{}")
+    (parts / "model.safetensors").rename(parts / "model-00001-of-00001.safetensors")
+    assert continues(make_config, parts) == known
+
+
+@pytest.mark.parametrize("changed", ["config.json", "tokenizer.json", "chat_template.jinja", "weights"])
+def test_a_model_that_changed_beneath_a_run_is_refused_with_what_changed(
+    make_config: MakeConfig, tmp_path: Path, changed: str
+) -> None:
+    model = model_folder(tmp_path / "m")
+    before = continues(make_config, model)["model.path"]
+    if changed == "weights":  # as a longer warm start does
+        save_file({"a": np.arange(60, dtype=np.float32) + 1}, model / "model.safetensors")
+    else:
+        (model / changed).write_text('{"a": 1}')
+    was = before.get(changed, "none")
+    with refused(UsageError, "model.path", str(model), "step-000004", f"{changed} had digest {was} and now has"):
+        continues(make_config, model)
+
+
+def test_the_reference_of_the_loss_is_compared_by_its_weights(make_config: MakeConfig, tmp_path: Path) -> None:
+    model, reference = model_folder(tmp_path / "m"), model_folder(tmp_path / "r")
+    continues(make_config, model, reference=reference)
+    (reference / "tokenizer.json").write_text("other")
+    continues(make_config, model, reference=reference)
+    save_file({"a": np.zeros(60, dtype=np.float32)}, reference / "model.safetensors")
+    with refused(UsageError, "learner.loss.reference", str(reference), "weights"):
+        continues(make_config, model, reference=reference)
+
+
+def test_a_branch_of_the_hub_that_moved_is_refused_with_the_commit_that_continues(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    first, second = (model_folder(tmp_path / "snapshots" / name, config_json=name) for name in ("c1", "c2"))
+    assert continues(make_config, first, "hf://me/m")["model.path"]["commit"] == "c1"
+    with refused(UsageError, "model.path: hf://me/m ", "config.json", "set model.path=me/m@c1"):
+        continues(make_config, second, "hf://me/m")
+    continues(make_config, first, "hf://me/m@c1")
+    with refused(UsageError, "config.json", "restore it"):
+        continues(make_config, second, "hf://me/m@c2")
+
+
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
     """The broker that `prepare_lead` finds."""
@@ -111,6 +197,69 @@ def test_the_config_may_be_changed_where_that_is_harmless(make_config: MakeConfi
     lead, state = prepare(longer)
     assert state.policy_version == 0
     lead.files.events.close()
+
+
+def linear(update: int, config: OptimizerConfig, total_steps: int) -> float:
+    """As learner.megatron.optimizer.learning_rate, without a warm-up."""
+    if config.schedule == "constant":
+        return config.lr
+    done = min(1.0, update / config.decay_steps)
+    return config.lr * (config.min_lr_fraction + (1 - config.min_lr_fraction) * (1 - done))
+
+
+def test_raised_steps_that_change_the_learning_rate_are_told_with_the_key_that_keeps_it(
+    make_config: MakeConfig, caplog: Any
+) -> None:
+    schedule = {"lr": 1.0, "schedule": "linear", "min_lr_fraction": 0.1}
+    critic = {"warmup_steps": 20, "optimizer": schedule | {"lr": 2.0}}
+    learner = {"optimizer": schedule, "critic": critic, "loss": {"advantage": "gae"}, "epochs": 2}
+
+    def starts(steps: int, version: int, sections: dict[str, Any] = learner) -> TrainerState:
+        config = make_config(run={"steps": steps}, learner=sections)
+        run_dir = RunDir(config.run.dir)
+        run_dir.prepare(config)
+        files = RunFiles(config, run_dir)
+        state = files.start("digest")
+        assert state.policy_version in (0, version)
+        files.warn_of_schedule(state.policy_version, linear)
+        files.events.close()
+        folder = CheckpointFolder(run_dir.checkpoints, 2)
+        folder.begin(version).mkdir()
+        folder.finish(msgspec.structs.replace(state, policy_version=version))
+        return state
+
+    assert starts(100, 100).schedule_ends == {0: (160, 200)}
+    assert starts(100, 100).schedule_ends == {0: (160, 200)}
+    assert "schedule" not in caplog.text
+    assert starts(200, 100).schedule_ends == {0: (160, 200), 100: (360, 400)}
+    policy, critics = (text for text in caplog.messages if "schedule" in text)
+    assert policy.startswith("learner.optimizer: the linear schedule ends at update 360 instead of 160;")
+    assert "rate is 0.6 instead of 0.1;" in policy and policy.endswith("set learner.optimizer.decay_steps: 160")
+    assert "rate is 1.1 instead of 0.2;" in critics and critics.endswith("learner.critic.optimizer.decay_steps: 200")
+    caplog.clear()
+    kept = learner | {
+        "optimizer": schedule | {"decay_steps": 360},
+        "critic": critic | {"optimizer": critic["optimizer"] | {"decay_steps": 400}},
+    }
+    assert max(starts(300, 100, kept).schedule_ends.values()) == (360, 400), "the keys may be set in a continued run"
+    assert "schedule" not in caplog.text
+
+
+def test_a_constant_rate_and_a_checkpoint_of_an_earlier_release_warn_of_no_schedule(
+    make_config: MakeConfig, caplog: Any
+) -> None:
+    for schedule, known in (("constant", {0: (8, 0)}), ("linear", {})):
+        config = make_config(run={"steps": 100}, learner={"optimizer": {"schedule": schedule}})
+        run_dir = RunDir(f"{config.run.dir}-{schedule}")
+        folder = CheckpointFolder(run_dir.checkpoints, 2)
+        folder.begin(4).mkdir()
+        state = TrainerState(policy_version=4, incarnation=0, tasks=StreamState(), dataset_digest="digest")
+        folder.finish(msgspec.structs.replace(state, schedule_ends=known))
+        files = RunFiles(config, run_dir)
+        assert files.start("digest").schedule_ends == known | {4: (100, 0)}
+        files.warn_of_schedule(4, linear)
+        files.events.close()
+    assert "schedule" not in caplog.text
 
 
 def test_a_machine_with_a_run_folder_of_its_own_leads_after_another_one_without_a_checkpoint(

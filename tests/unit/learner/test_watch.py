@@ -139,6 +139,19 @@ def test_a_state_rebuilt_from_the_lines_at_any_step_continues_as_if_never_killed
     assert all(acts(one, *series) for one in rules), "each rule acts in this series"
 
 
+@pytest.mark.parametrize("watched", [{"drops": 0.1, "steps": 1}, {"below": 0.55, "steps": 2}])
+def test_a_rule_judges_an_evaluation_by_those_that_were_made_in_the_same_way(watched: dict[str, Any]) -> None:
+    def see(version: int, reward: float, digest: str) -> None:
+        state.see(read_line(version, EvaluationMetrics, dataset="d", mean_reward=reward, digest=digest))
+
+    state = RuleState(0, rule("evaluation/d/mean_reward", **watched))
+    for version, reward, digest in ((1, 0.6, "greedy"), (2, 0.54, "greedy"), (3, 0.3, "sampled")):
+        see(version, reward, digest)
+        assert state.firing is None
+    see(4, 0.2, "sampled")
+    assert state.firing is not None and state.firing.step == 4
+
+
 def test_values_are_found_by_name_and_a_step_that_trained_nothing_has_no_figures_of_tokens() -> None:
     found = line(1, 0.5, environment={"solved": 0.25, "broken": NAN}, entropy=0.0)
     expected = {"reward_mean": 0.5, "environment/solved": 0.25, "environment/lost": None, "kl_mean": None}
