@@ -118,10 +118,14 @@ def json_schema(completion: str, row: Mapping[str, Any], *, schema: str = "", co
     kind = validator_for(rules)
     kind.check_schema(rules)
     try:
-        value = json.loads(_block(completion))
-    except (ValueError, RecursionError):
+        return float(kind(rules).is_valid(json.loads(_block(completion), parse_constant=_refused)))
+    except (ValueError, ArithmeticError, RecursionError):  # no JSON, or numbers and depths that jsonschema cannot take
         return 0.0
-    return float(kind(rules).is_valid(value))
+
+
+def _refused(constant: str) -> float:
+    """Raise ValueError for NaN and Infinity, which Python reads and JSON does not have."""
+    raise ValueError(f"{constant} is not JSON")
 
 
 async def code(
