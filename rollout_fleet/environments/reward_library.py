@@ -29,6 +29,7 @@ WALL_PER_CPU = 10  # code may wait, also for a core
 MATH_S = 30.0  # for one comparison of expressions
 MATH_MIB = 2048
 MATH = ("math_verify",)
+WORD_BYTES = 16
 _FENCED = re.compile(r"```[\w+-]*\n(.*?)(?:```|$)", re.DOTALL)
 
 
@@ -117,10 +118,14 @@ def json_schema(completion: str, row: Mapping[str, Any], *, schema: str = "", co
     kind = validator_for(rules)
     kind.check_schema(rules)
     try:
-        value = json.loads(_block(completion))
-    except (ValueError, RecursionError):
+        return float(kind(rules).is_valid(json.loads(_block(completion), parse_constant=_refused)))
+    except (ValueError, ArithmeticError, RecursionError):  # no JSON, or numbers and depths that jsonschema cannot take
         return 0.0
-    return float(kind(rules).is_valid(value))
+
+
+def _refused(constant: str) -> float:
+    """Raise ValueError for NaN and Infinity, which Python reads and JSON does not have."""
+    raise ValueError(f"{constant} is not JSON")
 
 
 async def code(
@@ -129,8 +134,9 @@ async def code(
     """Share of the column's tests that pass after the completion's last fenced block, or all of it, has run.
 
     A test is Python code that raises if something is wrong; the column has one text or a list of them. All of it runs
-    in one process, without network where the kernel allows it; 0 when that process is ended. `seconds` limits CPU time.
-    Ten times as much may pass, so that a busy machine changes no reward.
+    in one process, without network where the kernel allows it; 0 when that process is ended. A program can change the
+    interpreter that tests it, so a policy may learn to cheat. `seconds` limits CPU time. Ten times as much may pass, so
+    that a busy machine changes no reward.
     """
     tests = column_of(row, column)
     tests = [tests] if isinstance(tests, str) else tests
@@ -146,20 +152,58 @@ async def code(
 
 
 def passed(code: str, tests: list[str]) -> float:
-    """In the process: the share of `tests` that do not raise after `code`; their output is dropped."""
+    """In the process: the share of `tests` that do not raise after `code`.
+
+    Both run in a child without the node's socket, on which `code` could answer by itself. The child reports the number
+    of passed tests by a random word that `code` is not given; without one it is 0.
+    """
+    words = [os.urandom(WORD_BYTES) for _ in range(len(tests) + 1)]
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    child = os.fork()
+    if child == 0:
+        try:
+            _run(code, tests, words, writer)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    try:
+        said = os.read(reader, WORD_BYTES)
+    except BlockingIOError:  # it wrote none
+        return 0.0
+    return words.index(said) / len(tests) if said in words else 0.0
+
+
+def _run(code: str, tests: list[str], words: list[bytes], writer: int) -> None:
+    """In the child: run `code`, then `tests`, without output, and write the word for the number of passed tests."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
+    os.dup2(writer, 3, inheritable=False)
+    os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+    run, write, anything = exec, os.write, BaseException  # before `code` can replace them
     world = {"__name__": "__main__"}
 
-    def runs(text: str) -> bool:
+    def runs(program: Any) -> bool:
         try:
-            exec(compile(text, "<code>", "exec"), world)
-        except BaseException:  # SystemExit too: tests behind it would not run
+            run(program, world)
+        except anything:  # SystemExit too: tests behind it would not run
             return False
         return True
 
-    return runs(code) * sum(map(runs, tests)) / len(tests)
+    compiled = [_compiled(test) for test in tests]
+    number = 0
+    if runs(_compiled(code)):
+        for test in compiled:
+            number += runs(test)
+    write(3, words[number])
+
+
+def _compiled(text: str) -> Any:
+    """Its code; None, which `exec` refuses, where it is no Python."""
+    try:
+        return compile(text, "<code>", "exec")
+    except Exception:
+        return None
 
 
 def length_penalty(

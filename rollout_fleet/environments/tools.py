@@ -9,10 +9,19 @@ from typing import Any
 from rollout_fleet.environments.protocol import Action, Chat, StepResult, ToolCall
 
 OUTPUT_CHARS = 8000  # a longer answer of a call is cut
+MOST_DEPTH = 100  # readers of JSON have limits from about 200
 
 
 class ToolServerFailed(Exception):
     """The place where tools run is broken, which the policy cannot repair; raised by a tool, it fails the sample."""
+
+
+def check_depth(found: Any, left: int = MOST_DEPTH) -> None:
+    """Raise ValueError for JSON of the policy with more levels than MOST_DEPTH: a server may hang or end by it."""
+    if left < 0:
+        raise ValueError(f"more than {MOST_DEPTH} levels of lists and objects")
+    for inner in found.values() if isinstance(found, dict) else found if isinstance(found, list) else ():
+        check_depth(inner, left - 1)
 
 
 @dataclass(frozen=True)

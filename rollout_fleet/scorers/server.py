@@ -22,6 +22,7 @@ from common.process.lifecycle import DrainFlag, die_with_parent
 from common.process.logs import last_lines
 from rollout_fleet.scorers.reports import Reports
 from rollout_fleet.scorers.requests import asked
+from rollout_fleet.scorers.vllm_server import KEY, SERVER, KeyGuard
 from rollout_fleet.vllm_patches import socket_folder
 from rollout_fleet.vllm_plugin import PLAIN_ENGINE
 
@@ -100,12 +101,13 @@ def command(scorer: ScorerConfig, host: str, port: int, *, cpu: bool) -> list[st
     """
     flags: dict[str, Any] = {**(CPU_FLAGS if cpu else {}), **scorer.serve}
     model = str(flags.pop("model", scorer.model))
-    module = "rollout_fleet.scorers.vllm_server" if cpu else "vllm.entrypoints.openai.api_server"
+    module = KeyGuard.__module__ if cpu else SERVER
     words = [sys.executable, "-P", "-m", module, "--model", model]
     words += ["--served-model-name", scorer.model]
     words += ["--host", host, "--port", str(port), "--shutdown-timeout", str(DRAIN_S)]
     words += ["--runner", "pooling"] if scorer.kind == "classification" else []
-    return [*words, *_flags(flags)]
+    guard = ["--middleware", f"{KeyGuard.__module__}.{KeyGuard.__name__}"] if scorer.api_key_env else []
+    return [*words, *_flags(flags), *guard]  # the last one sees a request first
 
 
 def _flags(flags: Mapping[str, Any]) -> Iterator[str]:
@@ -122,7 +124,7 @@ def environment(scorer: ScorerConfig, ours: Mapping[str, str]) -> dict[str, str]
     if {**CPU_FLAGS, **scorer.serve}["enforce_eager"] is True:
         own["TORCHDYNAMO_DISABLE"] = "1"
     if scorer.api_key_env:
-        own["VLLM_API_KEY"] = ours[scorer.api_key_env]
+        own[KEY] = ours[scorer.api_key_env]
     own |= socket_folder.variables()
     return {**{name: value for name, value in ours.items() if name != "VLLM_CPU_KVCACHE_SPACE"}, **own}
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import signal
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,14 @@ def scores(config: Config, name: str, answers: Sequence[str]) -> list[Score]:
     return asyncio.run(ask())
 
 
+def refusal_of(url: str, method: str) -> int:
+    """The status of a refused request without a key."""
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(urllib.request.Request(url, data=b"{}", method=method), timeout=10.0)
+    caught.value.close()
+    return caught.value.code
+
+
 def expected(reward: Any, folder: Path, answer: str) -> float:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "reward")
     talk = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": answer}]
@@ -93,6 +103,9 @@ def test_vllm_serves_raw_scores_and_verdicts_and_ends_with_its_role(
         found = scores(config, "reward", ANSWERS)
         for answer, score in zip(ANSWERS, found, strict=True):
             assert abs(score.value - expected(reward, tmp_path, answer)) < 1e-4
+        for path in ("classify", "pooling", "tokenize", "invocations", "metrics"):
+            for method in ("GET", "POST"):
+                assert refusal_of(config.scorers["reward"].url.replace("v1", path), method) == 401
         assert KEY not in role.output()
         assert not any(KEY in " ".join(each.cmdline()) for each in descendants(role.process.pid))
         running = descendants(role.process.pid)

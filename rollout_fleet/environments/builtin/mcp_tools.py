@@ -19,7 +19,7 @@ from typing import Any
 
 from rollout_fleet.environments.builtin.reward_function import RewardFunction
 from rollout_fleet.environments.protocol import Action, Chat, Limits
-from rollout_fleet.environments.tools import Tool, ToolEnvironment, ToolServerFailed
+from rollout_fleet.environments.tools import Tool, ToolEnvironment, ToolServerFailed, check_depth
 
 CLOSE_S = 8.0
 
@@ -116,6 +116,7 @@ class McpTools(ToolEnvironment):
         from mcp import MCPError  # pyright: ignore[reportMissingImports]
         from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT  # pyright: ignore[reportMissingImports]
 
+        check_depth(arguments)
         json.dumps(arguments, ensure_ascii=False).encode()  # half a character is the policy's fault, and would end mcp
         with _blamed(self._command[0]):
             async with asyncio.timeout(self._call_s):

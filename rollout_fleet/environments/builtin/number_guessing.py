@@ -11,6 +11,8 @@ from typing import Any
 
 from rollout_fleet.environments.protocol import Action, StepResult
 
+MOST_DIGITS = 1000  # Python reads 4300
+
 
 class NumberGuessing:
     """Multi turn. Problem: {"number": 12}.
@@ -42,7 +44,7 @@ class NumberGuessing:
         """Reward 1 for the right number; anything but a number, and the last wrong guess, end the game."""
         self.made += 1
         text = action.text.strip()
-        guess = int(text) if text.isascii() and text.isdigit() else None
+        guess = int(text) if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS else None
         found = action.ended and guess == self.number
         reward = float(found)
         if action.ended and guess is not None:

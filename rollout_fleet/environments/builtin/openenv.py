@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from rollout_fleet.environments.protocol import Action, Chat, StepResult
+from rollout_fleet.environments.tools import check_depth
 
 MESSAGE_BYTES = 4 << 20
 CONNECT_S = 20.0
@@ -99,9 +100,11 @@ class OpenEnv:
         if self._action:
             return {self._action: text.strip()}
         try:
-            return json.loads(text)
-        except ValueError as error:
+            found = json.loads(text)
+            check_depth(found)
+        except (ValueError, RecursionError) as error:
             raise InvalidAction(str(error)) from None
+        return found
 
     def _text(self, observation: Any) -> str:
         shown = observation.get(self._observation, "") if self._observation else observation

@@ -70,10 +70,13 @@ def openenv() -> Iterator[str]:
         yield url
 
 
-def play(url: str, said: list[str], turns: int = 8, **options: str) -> tuple[Sample, list[str]]:
+def play(url: str, said: list[str], turns: int = 8, tokens: int = 100, **options: str) -> tuple[Sample, list[str]]:
     sampler = ScriptedSampler(in_turn(*map(say, said)))
     driver = make_driver(
-        sampler, OpenEnv, {"url": url, "action": "guess", "observation": "hint", **options}, Budget(turns, 100, 1000)
+        sampler,
+        OpenEnv,
+        {"url": url, "action": "guess", "observation": "hint", **options},
+        Budget(turns, tokens, 10 * tokens),
     )
     return episode(driver, {}, 12, 7), prompts_of(sampler)
 
@@ -90,6 +93,13 @@ def test_a_session_of_openenv_is_an_episode_whose_samples_share_a_seed(openenv: 
 def test_whole_actions_and_observations_are_json(openenv: str) -> None:
     sample, prompts = play(openenv, ['{"guess": 7}'], action="", observation="")
     assert (sample.reward, json.loads(prompts[0])["hint"]) == (1.0, "guess 0-9")
+
+
+@pytest.mark.parametrize("depth", [700, 5000])
+def test_an_action_that_is_nested_too_deeply_is_answered(openenv: str, depth: int) -> None:
+    said = ["[" * depth + "]" * depth, '{"guess": 7}']
+    sample, _ = play(openenv, said, action="", tokens=4 * depth)
+    assert (sample.error, sample.reward, sample.metrics) == (None, 1.0, {"malformed": 1.0})
 
 
 def test_an_error_of_the_server_fails_the_sample_with_its_words_and_sessions_end(openenv: str) -> None:

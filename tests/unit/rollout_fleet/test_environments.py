@@ -89,6 +89,11 @@ def test_guessing_ends_with_the_right_number_or_after_the_last_guess(guesses: tu
     assert (results[-1].reward, results[-1].metrics) == (reward, metrics)
 
 
+def test_a_number_that_python_does_not_read_ends_the_game() -> None:
+    (result,) = play(12, "9" * 5000)
+    assert (result.done, result.reward, result.metrics["malformed"]) == (True, 0.0, 1.0)
+
+
 def test_every_guess_earns_its_part_of_the_way_to_the_number() -> None:
     results = play(12, "16", "20", "8", "12", narrowing=0.5)
     parts = [31 / 15, 1.0, 15 / 7, 7.0]  # 1-31, 1-15, the same, 9-15, 12

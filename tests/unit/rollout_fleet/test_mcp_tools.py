@@ -62,6 +62,13 @@ def test_half_a_character_is_the_policy_s_mistake_and_not_the_end_of_the_server(
     assert "error: UnicodeEncodeError" in prompts[1] and "\n1003\n" in prompts[3]
 
 
+def test_arguments_that_are_nested_too_deeply_are_the_policy_s_mistake() -> None:
+    deep = call("add", f'{{"a": {"[" * 200}{"]" * 200}, "b": 2}}')
+    sample, prompts = play([deep, ADD, "1003"], "")
+    assert (sample.error, sample.reward, sample.metrics["tool_errors"]) == (None, 1.0, 1.0)
+    assert "error: ValueError" in prompts[1] and "\n1003\n" in prompts[2]
+
+
 def test_tools_of_all_pages_of_the_server_s_list_are_offered() -> None:
     sample, prompts = play([ADD, "1003"], "pages")
     assert '"name": "divide"' in prompts[0] and '"name": "add"' in prompts[0]

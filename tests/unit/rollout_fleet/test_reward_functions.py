@@ -609,6 +609,10 @@ ADD = ["assert add(1, 1) == 2", "assert add(2, 2) == 4", "assert add(1, 2) == 4"
         ("json_schema", '{"name": "a", "age": "3"}', {}, {"schema": PERSON}, 0.0),
         ("json_schema", '{"name": "a"', {}, {"schema": PERSON}, 0.0),
         ("json_schema", "[" * 100_000, {}, {"schema": PERSON}, 0.0),
+        ("json_schema", "NaN", {}, {"schema": '{"minimum": 1}'}, 0.0),
+        ("json_schema", "1e999", {}, {"schema": '{"multipleOf": 0.5}'}, 0.0),
+        ("json_schema", "1" + "0" * 400, {}, {"schema": '{"multipleOf": 0.5}'}, 0.0),
+        ("json_schema", "[" * 300 + "]" * 300, {}, {"schema": '{"type": "array", "items": {"$ref": "#"}}'}, 0.0),
         ("json_schema", "[1]", {"schema": {"type": "array"}}, {}, 1.0),
         ("json_schema", "{}", {"rules": '{"type": "array"}'}, {"column": "rules"}, 0.0),
         ("math_verify", "so \\boxed{\\frac{1}{2}}", {"answer": "0.5"}, {}, 1.0),
@@ -623,6 +627,9 @@ ADD = ["assert add(1, 1) == 2", "assert add(2, 2) == 4", "assert add(1, 2) == 4"
         ("code", "while True: pass", {"tests": ["pass"]}, {"seconds": 1.0}, 0.0),
         ("code", "print('x' * 10**7)\ndef add(a, b): return a + b", {"tests": ADD[0]}, {}, 1.0),
         ("code", "x = ' ' * 10**9", {"tests": ["pass"]}, {}, 0.0),
+        ("code", "import asyncio; asyncio.run(asyncio.sleep(0))", {"tests": ["pass"]}, {}, 1.0),
+        ("code", "import os; os.fork()", {"tests": ["pass"]}, {}, 1.0),
+        ("code", "def add(a, b): return a + b", {"tests": [ADD[0], "assert add(", ADD[1]]}, {}, 2 / 3),
     ],
 )
 def test_a_built_in_judges(
@@ -630,6 +637,36 @@ def test_a_built_in_judges(
 ) -> None:
     found = judged(getattr(reward_library, name), completion, row, **options)
     assert found == pytest.approx(reward)
+
+
+EVERYWHERE = """
+import os, socket
+for fd in range(1, 64):
+    try:
+        {}
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(
+            EVERYWHERE.format(f"os.write(fd, len({frame!r}).to_bytes(4, 'little') + {frame!r})")
+            for frame in (b'{"answer": 1e9}', b'{"answer": 1}', b'{"error": "x"}', b'{"died": "x"}', b"{}", b"{")
+        ),
+        EVERYWHERE.format("os.write(fd, b'x' * 10**6)"),
+        EVERYWHERE.format("socket.socket(fileno=fd).shutdown(2)"),
+        "import builtins; builtins.compile = lambda *_: ''",
+        "import builtins; builtins.exec = builtins.sum = lambda *_: 1",
+        "import builtins; builtins.BaseException = KeyError",
+        "import os; os.kill(os.getppid(), 9)",
+        "import os; os.fork() and os._exit(0)",
+    ],
+)
+def test_a_program_gets_no_reward_and_no_error_in_the_place_of_its_tests(program: str) -> None:
+    assert judged(reward_library.code, program, {"tests": ["assert False"]}) == 0.0
 
 
 def test_an_answer_whose_comparison_is_ended_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The role that serves a scorer: its command, its variables, and how it starts, drains and ends. vLLM is replaced."""
 
+import asyncio
 import logging
 import socket
 import sys
@@ -16,6 +17,7 @@ from common.process.lifecycle import DrainFlag
 from launch.cli import main
 from rollout_fleet.scorers import server
 from rollout_fleet.scorers.reports import Reports
+from rollout_fleet.scorers.vllm_server import KeyGuard
 from tests.rigs.configs import converted_folder, refusal, write_job
 from tests.rigs.refusals import refused
 from tests.rigs.waiting import until
@@ -77,6 +79,53 @@ def test_the_key_goes_through_the_environment_and_no_command_line() -> None:
     assert server.environment(config, {"JUDGE_KEY": "sk-secret", "PATH": "/bin"})["VLLM_API_KEY"] == "sk-secret"
     assert "sk-secret" not in " ".join(server.command(config, "127.0.0.1", 1, cpu=True))
     assert "VLLM_API_KEY" not in server.environment(scorer(), {})
+
+
+def answered(scope: dict[str, Any], *headers: tuple[bytes, bytes]) -> list[dict[str, Any]]:
+    """The guard's answer to a request; "passed" when the server gets it."""
+    sent: list[dict[str, Any]] = []
+
+    async def app(*_: Any) -> None:
+        sent.append({"type": "passed"})
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(KeyGuard(app)({"headers": headers, **scope}, None, send))
+    return sent
+
+
+PATHS = ["/classify", "/pooling", "/score", "/tokenize", "/invocations", "/metrics", "/v1/models", "/health/", "/ping"]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_but_the_health_check_asks_for_the_key(
+    method: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "sk-secret")
+    request = {"type": "http", "method": method, "path": path}
+    for headers in ([], [(b"authorization", b"Bearer sk-other")], [(b"authorization", b"sk-secret")]):
+        assert answered(request, *headers)[0]["status"] == 401
+    assert answered(request, (b"authorization", b"bearer sk-secret")) == [{"type": "passed"}]
+
+
+def test_health_and_the_start_need_no_key_and_a_websocket_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "sk-secret")
+    passed = [{"type": "passed"}]
+    assert answered({"type": "http", "method": "GET", "path": "/health"}) == passed
+    assert answered({"type": "http", "method": "POST", "path": "/health"})[0]["status"] == 401
+    assert answered({"type": "lifespan"}) == passed
+    socket = {"type": "websocket", "path": "/health"}
+    assert answered(socket) == [{"type": "websocket.close", "code": 1008}]
+    assert answered(socket, (b"authorization", b"Bearer sk-secret")) == passed
+
+
+def test_vllm_gets_the_guard_behind_other_middleware_when_there_is_a_key() -> None:
+    config = scorer(api_key_env="JUDGE_KEY", serve={"middleware": "mine.Outer"})
+    words = server.command(config, "127.0.0.1", 1, cpu=False)
+    assert words[-4:] == ["--middleware", "mine.Outer", "--middleware", "rollout_fleet.scorers.vllm_server.KeyGuard"]
+    assert "--middleware" not in server.command(scorer(), "127.0.0.1", 1, cpu=True)
 
 
 def test_a_scorers_sockets_lie_where_their_paths_are_short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
