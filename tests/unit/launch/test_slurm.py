@@ -324,3 +324,26 @@ def test_a_step_is_told_to_drain_until_the_controller_takes_it(
     Thread(target=drain).start()
     assert step.run() == EXIT_DONE
     assert asked.count("scancel --signal=TERM") == 3
+
+
+def test_what_a_person_wants_to_see_of_slurm_does_not_change_what_is_read(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "squeue").write_text(
+        '#!/bin/sh\necho "$SLURM_TIME_FORMAT $SQUEUE_STATES$SQUEUE_FORMAT2$SCANCEL_INTERACTIVE $SLURM_CONF"\n'
+    )
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    of_a_person = {"SQUEUE_STATES": "RUNNING", "SQUEUE_FORMAT2": "jobid", "SCANCEL_INTERACTIVE": "1"}
+    for name, value in {**of_a_person, "SLURM_TIME_FORMAT": "relative", "SLURM_CONF": "/conf"}.items():
+        monkeypatch.setenv(name, value)
+    assert jobs.slurm("squeue").split() == ["standard", "/conf"]
+
+
+@pytest.mark.parametrize("ends", ["Unknown", "10:30:00", "Tomorr 10:30"])
+def test_a_job_whose_end_cannot_be_read_drains_and_is_requeued(
+    tmp_path: Path, slurm_of: Callable[..., list[str]], ends: str
+) -> None:
+    asked = slurm_of({}, scontrol=f"JobId=7 JobState=RUNNING EndTime={ends}")
+    drained = RoleJob(prepared(job_of(tmp_path)), "learner", ["true"])
+    drained.flag.set("SIGTERM")
+    assert drained.run() == EXIT_DONE
+    assert asked[-1] == "scontrol requeue"
