@@ -161,9 +161,12 @@ class RoleJob:
 def ends_at(told: str) -> float:
     """The Unix time of a local time as Slurm tells it; infinite when it is not known, or in another format."""
     try:
-        return datetime.fromisoformat(told).timestamp()
+        local = datetime.fromisoformat(told)
     except ValueError:
         return float("inf")
+    # A clock change may repeat the hour: the first time is then over, and the job ends at the second.
+    first = local.timestamp()
+    return first if first > time.time() else local.replace(fold=1).timestamp()
 
 
 def say(text: str) -> None:

@@ -3,7 +3,9 @@
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from threading import Thread
 
@@ -347,3 +349,20 @@ def test_a_job_whose_end_cannot_be_read_drains_and_is_requeued(
     drained.flag.set("SIGTERM")
     assert drained.run() == EXIT_DONE
     assert asked[-1] == "scontrol requeue"
+
+
+@pytest.mark.parametrize(("now", "ends"), [("00:29", "00:30"), ("01:29", "01:30")])
+def test_a_job_that_ends_in_the_hour_that_a_clock_change_repeats_has_its_whole_time_to_drain(
+    monkeypatch, now: str, ends: str
+) -> None:
+    began, ended = (datetime.fromisoformat(f"2026-10-25T{at}:00").replace(tzinfo=UTC) for at in (now, ends))
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        told = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(ended.timestamp()))
+        monkeypatch.setattr(time, "time", began.timestamp)
+        assert told == "2026-10-25T02:30:00"
+        assert role_job.ends_at(told) == ended.timestamp()
+    finally:
+        monkeypatch.undo()
+        time.tzset()
