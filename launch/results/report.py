@@ -169,9 +169,7 @@ def summarise(run: RunDir, tail: MetricsTail[StepMetrics], config: Config | None
     rewards = rewards_of(tail)
     if not rewards:
         raise SlipstreamError(f"{run.metrics} is not that of an RL job: no line has a reward_mean")
-    times = tail.series(lambda line: line.time_s)
-    first_s = known([lines[0].step_s])
-    seconds = times[-1] - times[0] + sum(first_s) if times else None  # restarts included
+    seconds = sum(tail.series(lambda line: line.step_s)) or None  # neither pauses nor steps of a clock count
     trained = sum(line.tokens_trained for line in lines)
     advice: dict[str, Any] = {}
     if found := advice_for(lines, config.staleness.max if config else 0):

@@ -110,6 +110,16 @@ def test_an_accuracy_without_its_version_counts_until_the_run_goes_on(run):
         assert ("held_out" in found) == (state == "done")
 
 
+@pytest.mark.parametrize("jump_s", [43200.0, -1800.0])
+def test_the_time_of_a_run_is_that_of_its_steps_whatever_the_clock_did_between_them(run, jump_s: float):
+    lines = [line(step) for step in range(STEPS)]
+    for later in lines[STEPS // 2 :]:
+        later["time_s"] += jump_s
+    run.metrics.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    found = summarise(run, read_tail(run.metrics, StepMetrics), None)
+    assert (found["run"]["seconds"], found["tokens"]["trained_per_s"]) == (40.0, 50.0)
+
+
 def points_of(name: str, lines: list[dict[str, Any]]) -> list[tuple[float, float]]:
     from launch.results.comparison import Compared, curve_of
 
