@@ -206,6 +206,7 @@ class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):
     step_s: Annotated[float, metric("whole step", "s")]
     # unset on the lines of other steps
     validation_loss: Annotated[OptFloat, metric("cross-entropy of held-out rows after it", "nat", "last")] = UNSET
+    incarnation: Annotated[OptInt, metric("which start of the learner wrote this line, from 0", "", "last")] = UNSET
 
 
 Metrics = StepMetrics | SftMetrics | EvaluationMetrics
