@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from common.wire_types import Finite, Seconds, Tally, Text, Version
 
@@ -57,6 +57,8 @@ class EvalResult(msgspec.Struct, frozen=True):
     problems: int
     failed: int = 0  # episodes, of both kinds, that failed; they count as reward 0, or are left out if UNSCORED
     datasets: dict[str, "EvalResult"] = {}  # each one, where there are several
+    # The run's final model of this version was measured; None: another model was, unset: an earlier release wrote it.
+    policy_version: int | UnsetType | None = UNSET
 
 
 def dataset_names(datasets: Sequence[str]) -> list[str]:

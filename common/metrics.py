@@ -188,7 +188,7 @@ class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="ki
     truncated_fraction: Annotated[float, metric("episodes cut at the token limit", "", "last")]
     length_mean: Annotated[float, metric("sampled tokens per episode", "tokens", "last")]
     tokens: Annotated[int, metric("sampled; in no figure of the training", "tokens", "last")]
-    seconds: Annotated[float, metric("from the first episode's start to the last one's end", "s", "last")]
+    seconds: Annotated[float, metric("in which at least one episode ran", "s", "last")]
     held_s: Annotated[OptFloat, metric("publishes waited for the round; 0 if a pool played it", "s", "last")] = UNSET
     digest: Annotated[str, metric("the same on lines of the same problems and sampling", "", "last")] = ""
 
@@ -206,6 +206,7 @@ class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):
     step_s: Annotated[float, metric("whole step", "s")]
     # unset on the lines of other steps
     validation_loss: Annotated[OptFloat, metric("cross-entropy of held-out rows after it", "nat", "last")] = UNSET
+    incarnation: Annotated[OptInt, metric("which start of the learner wrote this line, from 0", "", "last")] = UNSET
 
 
 Metrics = StepMetrics | SftMetrics | EvaluationMetrics

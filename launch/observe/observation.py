@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import UNSET
 
 from broker.client.calls import LearnerBroker
 from broker.client.connect import connect_observer
@@ -22,7 +23,7 @@ from common.run_reader import RecentTail, ends
 from common.security.credentials import Role
 from common.waste import WASTE_REASONS, Waste, merged_waste
 from launch.resolve_target import Target
-from learner.loop.run_files import read_record
+from learner.loop.run_files import read_record, went_on
 
 ANSWER_TIMEOUT_S = 3.0
 NO_LEARNER = {"pid": None, "state": "absent", "policy_version": -1, "since_s": 0.0}
@@ -197,10 +198,21 @@ def finished_version(run: RunDir, steps: int) -> int | None:
     return record.policy_version if record and done and (run.model / "config.json").is_file() else None
 
 
+def measured_of(run: RunDir, version: int) -> EvalResult | None:
+    """RUN/eval.json, if that measured the run's final model of this version; else None."""
+    path, model = run.path / "eval.json", run.model / "config.json"
+    with suppress(OSError, ValueError):
+        measured = msgspec.json.decode(path.read_bytes(), type=EvalResult)
+        if measured.policy_version is not UNSET:
+            return measured if measured.policy_version == version else None
+        older = model.is_file() and path.stat().st_mtime < model.stat().st_mtime
+        return None if older or went_on(run) else measured
+    return None
+
+
 def outcome_of(run: RunDir, config: Config, tail: RecentTail) -> Outcome:
     """The outcome by the run's files, with the metrics that `tail` has read."""
     version = finished_version(run, config.run.steps)
-    folder = run.model / "config.json"
     report = run.report / "report.html"
     steps = tail.last.policy_version if tail.last else 0
     reward = ends(tail.rewards)
@@ -209,11 +221,8 @@ def outcome_of(run: RunDir, config: Config, tail: RecentTail) -> Outcome:
         return reached
     last = [line for line in tail.evaluations if line.policy_version == version]
     held_out = {line.dataset: line.mean_reward for line in last if not math.isnan(line.mean_reward)}
-    with suppress(OSError, ValueError):
-        path = run.path / "eval.json"
-        measured = msgspec.json.decode(path.read_bytes(), type=EvalResult)
-        if path.stat().st_mtime >= folder.stat().st_mtime:  # it measured this model
-            held_out = {"greedy": measured.greedy_accuracy, "sampled": measured.sampled_accuracy}
+    if measured := measured_of(run, version):
+        held_out = {"greedy": measured.greedy_accuracy, "sampled": measured.sampled_accuracy}
     return msgspec.structs.replace(
         reached,
         steps=version,

@@ -1,9 +1,10 @@
 """slipstream export RUN DIR [--step N | --best] [--adapter | --critic] [--upload NAME]: as a Hugging Face folder.
 
-A run that is done has its model in RUN/model, which is copied. A checkpoint is converted by a process of the
-learner's, as the model, or with --adapter as a folder of its adapters alone. With --critic it is the value model, from
-RUN/critic or the checkpoint. With --upload the folder is put on the hub, too. Its repository is made before the
-conversion, so that a wrong token is found first. A failed upload leaves DIR as it is.
+The model of a run that is done is in RUN/model, which is copied; that of fewer steps is not, once the run goes on. A
+checkpoint is converted by a process of the learner's, as the model, or with --adapter as a folder of its adapters
+alone. With --critic it is the value model, from RUN/critic or the checkpoint. With --upload the folder is put on the
+hub, too. Its repository is made before the conversion, so that a wrong token is found first. A failed upload leaves DIR
+as it is.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from common.process.run_dir import RunDir
 from launch.resolve_target import find_run
 from learner.checkpoint.best import BEST_FILE, read_best
 from learner.checkpoint.folder import CheckpointFolder, read_checkpoint
+from learner.loop.run_files import went_on
 
 
 def command(args: argparse.Namespace) -> int:
@@ -41,7 +43,7 @@ def command(args: argparse.Namespace) -> int:
             raise UsageError(f"{run.path} has no best checkpoint: {run.checkpoints / BEST_FILE} is not there; {hint}")
         args.step = best.step
     final, name = (run.critic, "critic") if args.critic else (run.model, "model")
-    done = args.step is None and not args.adapter and (final / "config.json").is_file()
+    done = args.step is None and not args.adapter and (final / "config.json").is_file() and not went_on(run)
     checkpoint = None if done else find_checkpoint(run, args.step)
     if checkpoint is not None:
         need_packages("learner")

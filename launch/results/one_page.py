@@ -7,6 +7,7 @@ The best of many windows is high by chance, so a fall from it must be beyond mor
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from statistics import NormalDist
 from typing import Any
 
@@ -156,9 +157,11 @@ def wasted(summary: Mapping[str, Mapping[str, Any]], tail: Steps) -> Iterator[st
         yield ", ".join(f"{count:,.0f} {what}" for what, count in counts.items() if count)
     if lost := given_up(summary["run"].get("tasks_given_up", 0)):
         yield lost
-    nodes, first, last = tail.mean(lambda line: line.nodes_live), tail.lines[0], tail.lines[-1]
-    seconds = last.time_s - first.time_s  # the total began with the store, before the first line
-    waited = (last.seconds_wasted_waiting or 0.0) - (first.seconds_wasted_waiting or 0.0)
+    nodes = tail.mean(lambda line: line.nodes_live)
+    # between lines of one learner: the total began with the store, and grows while no learner is there
+    pairs = [(a, b) for a, b in pairwise(tail.lines) if a.incarnation == b.incarnation]
+    seconds = sum(known(b.step_s for _, b in pairs))
+    waited = sum((b.seconds_wasted_waiting or 0.0) - (a.seconds_wasted_waiting or 0.0) for a, b in pairs)
     if nodes and seconds > 0 and (idle := waited / nodes / seconds) >= 0.01:
         yield f"nodes had no work {min(1.0, idle):.0%} of their time"
 

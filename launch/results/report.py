@@ -7,7 +7,6 @@ import argparse
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import reduce
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +25,7 @@ from common.process.run_dir import RunDir, differences, unwritable, write_json
 from common.run_reader import LATEST, MetricsTail, ends, known, mean, read_tail
 from common.waste import WASTE_REASONS
 from launch.observe.advisor import advice_for
-from launch.observe.observation import dead_tasks, summed
+from launch.observe.observation import dead_tasks, measured_of, summed
 from launch.resolve_target import any_config_of, find_run
 from launch.results.comparison import Compared, grouped
 from launch.results.one_page import page_rows, rewards_of, series, text_of
@@ -170,9 +169,7 @@ def summarise(run: RunDir, tail: MetricsTail[StepMetrics], config: Config | None
     rewards = rewards_of(tail)
     if not rewards:
         raise SlipstreamError(f"{run.metrics} is not that of an RL job: no line has a reward_mean")
-    times = tail.series(lambda line: line.time_s)
-    first_s = known([lines[0].step_s])
-    seconds = times[-1] - times[0] + sum(first_s) if times else None  # restarts included
+    seconds = sum(tail.series(lambda line: line.step_s)) or None  # neither pauses nor steps of a clock count
     trained = sum(line.tokens_trained for line in lines)
     advice: dict[str, Any] = {}
     if found := advice_for(lines, config.staleness.max if config else 0):
@@ -216,9 +213,9 @@ def summarise(run: RunDir, tail: MetricsTail[StepMetrics], config: Config | None
     }
     if by_age := mismatch_by_age(lines):
         summary["mismatch_by_staleness"] = by_age
-    with suppress(OSError, ValueError):
-        measured = msgspec.json.decode((run.path / "eval.json").read_bytes(), type=dict[str, Any])
-        summary["held_out"] = {name: value for name, value in measured.items() if name != "datasets"}
+    if measured := measured_of(run, last.policy_version):
+        figures = msgspec.to_builtins(measured)
+        summary["held_out"] = {name: figures[name] for name in figures if name not in ("datasets", "policy_version")}
     return summary
 
 

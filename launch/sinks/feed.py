@@ -65,8 +65,7 @@ class Cursor(msgspec.Struct):
         return points
 
     def _step(self, line: StepMetrics | SftMetrics) -> Iterator[Point]:
-        known = line.incarnation if isinstance(line, StepMetrics) else UNSET
-        start = line.time_s if known is UNSET else float(known)
+        start = line.time_s if line.incarnation is UNSET else float(line.incarnation)
         again = line.step <= self.step
         if again and start > self.start:
             self.evaluated = {name: min(version, line.step) for name, version in self.evaluated.items()}

@@ -36,6 +36,7 @@ from launch.resolve_target import (
 from launch.up.devices import check_devices, rounding_problems
 from launch.up.learner_machine import run_machine
 from launch.up.ranks import become_torchrun, slurm_machines, thread_environment
+from learner.loop.run_files import read_record, went_on
 from learner.loss import plugins
 
 
@@ -164,7 +165,12 @@ def evaluate(args: argparse.Namespace) -> int:
     if not config.evaluation.paths:
         how = f"`slipstream eval {args.config} 'evaluation.datasets=[FILE]'` measures those of FILE"
         raise UsageError(f"{file}: evaluation.datasets names no held-out problems; {how}")
+    if not args.model and went_on(run) and (run.model / "config.json").is_file():
+        how = f"`slipstream export {run.path} DIR` writes its newest checkpoint; --model DIR evaluates that"
+        raise UsageError(f"{run.model} may be of an earlier step, as the run went on and is not done; {how}")
     model = Path(args.model) if args.model else run.model
+    record = read_record(run)  # before the measurement, in whose time the run may go on
+    final = record is not None and record.state == "done" and model.resolve() == run.model.resolve()
     setup_logging("eval", "0", run.logs, config.telemetry.log_level)
     os.environ.update(thread_environment(config.rollout.threads))
     with output_to(log_path(run.logs, "eval", "0")) as terminal:
@@ -173,6 +179,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
         import_ahead(config, model)
         result = run_eval(downloaded(config), model, None if args.json else terminal)
+    result = msgspec.structs.replace(result, policy_version=record.policy_version if record and final else None)
     write_json(run.path / "eval.json", result)
     if args.json:
         print(msgspec.json.encode(result).decode())

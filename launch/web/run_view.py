@@ -19,7 +19,7 @@ from common.errors import SlipstreamError
 from common.json_lines import Event, decoder_of
 from common.metrics import AGE_CLASSES, EvaluationMetrics, StepMetrics
 from common.process.run_dir import RunDir
-from common.run_reader import LATEST, LineTail, MetricsTail, RecentTail, read_batches
+from common.run_reader import LATEST, LineTail, MetricsTail, RecentTail, known, read_batches
 from launch.observe.curves import Curves
 from launch.observe.job_view import SHOWN_STALLS, STOPPING, figures, stall_sentence, stalls_of, waste_sentence
 from launch.observe.ledger import observe_ledger
@@ -295,7 +295,7 @@ def newest(tail: MetricsTail[StepMetrics]) -> dict[str, float | None]:
     found["generated_per_s"] = None
     if ends := tail.lines[BEFORE.stop - 1 :]:
         generated = ends[-1].tokens_generated_total - ends[0].tokens_generated_total
-        seconds = ends[-1].time_s - ends[0].time_s
+        seconds = sum(known(line.step_s for line in ends[1:]))
         found["generated_per_s"] = generated / seconds if generated >= 0 and seconds > 0 else None
     return found
 

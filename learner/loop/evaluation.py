@@ -242,8 +242,6 @@ def summary(
         raise ValueError(f"no sample of {dataset} has a score")
     mean, bounds = mean_interval([sum(rewards) / len(rewards) for rewards in scored])
     passes = _passes(results, success)
-    started = [result.started_s for result in results if result.started_s]
-    ended = [result.started_s + result.seconds for result in results]
     tokens = sum(sum(result.lengths) for result in results)
     return EvaluationMetrics(
         step=order.version,
@@ -264,9 +262,18 @@ def summary(
         truncated_fraction=sum(result.stop_reasons.count("length") for result in results) / episodes,
         length_mean=tokens / episodes,
         tokens=tokens,
-        seconds=max(ended) - min(started) if started else 0.0,
+        seconds=played_s(results),
         held_s=held_s,
     )
+
+
+def played_s(results: list[EvaluationResult]) -> float:
+    """Seconds in which episodes ran, by the clocks of their nodes; without the pause of a round that is resumed."""
+    total = end = 0.0
+    for began, ended in sorted((each.started_s, each.started_s + each.seconds) for each in results if each.started_s):
+        total += max(0.0, ended - max(began, end))
+        end = max(end, ended)
+    return total
 
 
 def _passes(results: list[EvaluationResult], success: float) -> dict[str, tuple[float, Interval | None]]:

@@ -67,6 +67,12 @@ def read_record(run_dir: RunDir) -> LearnerRecord | None:
         return None
 
 
+def went_on(run_dir: RunDir) -> bool:
+    """Whether RUN/model and RUN/critic may be of an earlier step: the newest learner is not done."""
+    record = read_record(run_dir)
+    return record is not None and record.state != "done"
+
+
 def write_record(run_dir: RunDir, incarnation: int, state: str, policy_version: int) -> None:
     """Replace the record atomically, unless a later learner has taken over: a replaced one ends behind it."""
     newest = read_record(run_dir)

@@ -223,6 +223,7 @@ class Step:
     times: Times
     totals: Totals
     elapsed_s: float  # since the loop began
+    incarnation: int = 0  # which start of the learner did it
 
 
 @dataclass

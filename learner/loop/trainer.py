@@ -313,7 +313,8 @@ class Trainer:
         self._times.step_s = now - self._line_s
         self._line_s = now
         if self.files is not None:
-            step = Step(batch, result, done, self._times, self.totals, now - self._began_s)
+            elapsed_s = now - self._began_s
+            step = Step(batch, result, done, self._times, self.totals, elapsed_s, self.files.incarnation)
             self.files.record(self.source.line(step))
         self._times = Times()
 

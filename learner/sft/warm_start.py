@@ -134,4 +134,5 @@ class SftSource(BatchSource):
             sequence_tokens=step.batch.statistics.sequence_tokens,
             step_s=step.times.step_s,
             validation_loss=self._validation_loss,
+            incarnation=step.incarnation,
         )

@@ -4,6 +4,7 @@ Only jobs of that file are ever signalled or cancelled. SIGTERM to a batch scrip
 says: drain and leave for good (launch/cluster/slurm/role_job.py).
 """
 
+import os
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ ANSWER_S = 60.0  # a busy controller answers late
 AGAIN_S = 5.0  # before a refused request is repeated
 LONGEST_S = 600.0  # a controller that restarts, or fails over
 POLL_S = 1.0
+# A person's choices of what these commands show and ask: rows that are left out, or prompts.
+FOR_PEOPLE = ("SQUEUE_", "SCANCEL_")
 
 
 class SlurmError(SlipstreamError):
@@ -61,8 +64,10 @@ def read_jobs(run: RunDir) -> Jobs:
 
 def slurm(*words: str) -> str:
     """The output of one of Slurm's commands; raises SlurmError with its message, UsageError where it is missing."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(FOR_PEOPLE)}
+    env["SLURM_TIME_FORMAT"] = "standard"
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=ANSWER_S, check=False)
     except FileNotFoundError:
         hint = "run this on a host of a Slurm cluster; `slipstream slurm CONFIG --dry-run` writes the scripts anywhere"
         raise UsageError(f"{words[0]} is not in PATH: {hint}") from None

@@ -123,9 +123,8 @@ class RoleJob:
             return "runs", float("inf")  # an answer may come later
         job = dict(word.split("=", 1) for word in line.split() if "=" in word)
         if job["JobState"] == "RUNNING":
-            ends = job["EndTime"] if self.flag.reason == "SIGTERM" else "Unknown"
-            limit = float("inf") if ends == "Unknown" else datetime.fromisoformat(ends).timestamp() - BEFORE_LIMIT_S
-            return "runs", limit
+            ends = ends_at(job.get("EndTime", "")) if self.flag.reason == "SIGTERM" else float("inf")
+            return "runs", ends - BEFORE_LIMIT_S
         if int(job["Restarts"]) > int(os.environ.get("SLURM_RESTART_COUNT", "0")):
             return "comes_back", float("inf")
         return "cancelled", time.time() + CANCEL_S
@@ -157,6 +156,17 @@ class RoleJob:
         if self.role != "fleet" or (code != EXIT_DONE and not others):
             say(f"{self.role}: {'cancelled' if cancelled else 'over'}; the run's other jobs end")
             end_run(self.run_dir, say, 0.0 if cancelled else DRAIN_S)
+
+
+def ends_at(told: str) -> float:
+    """The Unix time of a local time as Slurm tells it; infinite when it is not known, or in another format."""
+    try:
+        local = datetime.fromisoformat(told)
+    except ValueError:
+        return float("inf")
+    # A clock change may repeat the hour: the first time is then over, and the job ends at the second.
+    first = local.timestamp()
+    return first if first > time.time() else local.replace(fold=1).timestamp()
 
 
 def say(text: str) -> None:

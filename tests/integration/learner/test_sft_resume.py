@@ -103,6 +103,7 @@ def test_killed_with_9_in_the_middle_of_saves_it_still_ends_bitwise_equal(
     starts = [e["detail"]["step"] for e in read_jsonl(job.run.events) if e["kind"] == "learner_started"]
     assert starts[0] == 0 and starts == sorted(starts) and starts[-1] > 0
     assert job.record()["state"] == "done"
+    assert job.lines()[-1].incarnation == job.record()["incarnation"] == len(starts) - 1
 
 
 def validations(job: WarmStart) -> dict[int, float]:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from common.config.loading import load_config
 from common.errors import SlipstreamError, UsageError
 from common.hub import upload
 from common.process.run_dir import RunDir, write_json
 from launch.results import export
 from learner.checkpoint.best import BEST_FILE, BestRecord
+from learner.loop.run_files import write_record
 from tests.rigs.configs import refusal, write_checkpoint
 from tests.rigs.hub import WRITER, hub_standin
 from tests.rigs.processes import ROOT
@@ -66,6 +68,26 @@ def test_which_model_is_exported(run, tmp_path: Path, converted: list[str], fini
     assert export.command(arguments(run, tmp_path / "out", step)) == 0
     assert converted == expected
     assert (tmp_path / "out" / "config.json").exists() == (not expected)
+
+
+@pytest.mark.parametrize(("state", "critic"), [("running", False), ("drained", False), ("drained", True)])
+def test_the_final_model_of_fewer_steps_is_neither_exported_nor_evaluated_once_the_run_goes_on(
+    job: Path, tmp_path: Path, converted: list[str], capsys, state: str, critic: bool
+) -> None:
+    config = load_config(job, ["learner.critic={}", "learner.loss.advantage=gae"] if critic else [])
+    run = RunDir.of(config)
+    run.prepare(config)
+    for final in (run.model, run.critic):
+        final.mkdir()
+        (final / "config.json").write_text("{}")
+    write_checkpoint(run, 40)
+    write_record(run, 0, "done", 20)
+    assert export.command(arguments(run, tmp_path / "before", critic=critic)) == 0
+    write_record(run, 1, state, 40)
+    assert export.command(arguments(run, tmp_path / "after", critic=critic)) == 0
+    assert converted == ["step-000040 --critic" if critic else "step-000040"]
+    said = refusal(capsys, "eval", str(run.path), f"evaluation.datasets=[{config.tasks.dataset}]")
+    assert str(run.model) in said and f"slipstream export {run.path} DIR" in said
 
 
 def test_the_best_checkpoint_is_exported_also_when_the_run_is_done(run, tmp_path: Path, converted: list[str]) -> None:

@@ -16,12 +16,13 @@ from common.config.checks import resolve_paths
 from common.config.loading import load_config
 from common.config.schema import BrokerConfig
 from common.errors import SlipstreamError
+from common.evaluation import EvalResult
 from common.process.lifecycle import DrainFlag
 from common.process.run_dir import write_json
 from common.run_reader import read_recent
 from launch.cli import main
 from launch.observe.observation import outcome_of
-from launch.up import up
+from launch.up import roles, up
 from launch.up.supervisor import Role, RoleSpec
 from launch.up.up import Job, role_specs
 from tests.rigs.configs import json_of, node_status, prepared, status_of, write_broker, write_job
@@ -315,3 +316,33 @@ def test_the_status_of_a_finished_run_says_reward_accuracy_and_where_the_model_i
     assert found["held_out"] == {"greedy": 0.875, "sampled": 0.8125}
     os.utime(run.path / "eval.json", (1.0, 1.0))
     assert says("0.750 (held)"), "the measurement of an earlier model does not count"
+
+
+def test_an_accuracy_counts_for_the_version_that_was_measured_whatever_the_files_times_say(
+    job, tmp_path, monkeypatch, capsys
+):
+    from rollout_fleet.engine import engine
+    from rollout_fleet.node import evaluate
+
+    accuracies = iter((0.5, 0.25))
+    monkeypatch.setattr(roles, "need_packages", lambda *_: None)
+    monkeypatch.setattr(engine, "import_ahead", lambda *_: None)
+    monkeypatch.setattr(evaluate, "run_eval", lambda *_: EvalResult(next(accuracies), 0.0, 16))
+    config = load_config(job)
+    run = prepared(resolve_paths(config))
+    finish(run, steps=10)
+
+    def held_out(steps: int) -> dict[str, float]:
+        longer = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=steps))
+        return outcome_of(run, longer, read_recent(run.metrics)).held_out
+
+    words = ["eval", str(run.path), f"evaluation.datasets=[{config.tasks.dataset}]"]
+    assert main(words) == 0
+    for at in (1.0, 2e9):  # as after a copy of the folder
+        os.utime(run.path / "eval.json", (at, at))
+        assert held_out(10) == {"greedy": 0.5, "sampled": 0.0}
+    write_json(run.learner_json, {"pid": 1, "incarnation": 1, "time_s": 0.0, "state": "done", "policy_version": 20})
+    assert held_out(20) == {}, "that of the model of 10 steps"
+    assert main([*words, "--model", str(tmp_path)]) == 0
+    assert held_out(20) == {}, "that of another folder"
+    assert "greedy accuracy 0.250" in capsys.readouterr().out

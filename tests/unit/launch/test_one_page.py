@@ -82,11 +82,20 @@ def test_nodes_without_work_are_counted_between_the_first_and_the_last_line(
     run, config, start: float, per_step: float, found: list[str]
 ) -> None:
     waited = [start + per_step * step for step in range(STEPS)]
-    tail = written(run, seconds_wasted_waiting=waited, nodes_live=2, time_s=[float(step) for step in range(STEPS)])
+    tail = written(run, seconds_wasted_waiting=waited, nodes_live=2, step_s=1.0)
     said = [text for _, text in page_rows(summarise(run, tail, config), tail, config)]
     assert [each for each in said if "no work" in each] == [
         f"nodes had no work {share} of their time" for share in found
     ]
+
+
+def test_what_nodes_wait_for_while_no_learner_is_there_is_no_share_of_the_steps(run, config) -> None:
+    lives = [0] * (STEPS // 2) + [1] * (STEPS - STEPS // 2)
+    waited = [step + 1e5 * life for step, life in enumerate(lives)]
+    pause = [1000.0 + step - 1800.0 * life for step, life in enumerate(lives)]  # its clock is behind that of the first
+    tail = written(run, seconds_wasted_waiting=waited, nodes_live=2, step_s=1.0, time_s=pause, incarnation=lives)
+    rows = page_rows(summarise(run, tail, config), tail, config)
+    assert [text for _, text in rows if "no work" in text] == ["nodes had no work 50% of their time"]
 
 
 def test_evaluations_are_a_curve_with_the_newest_interval(run, config) -> None:

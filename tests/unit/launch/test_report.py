@@ -11,9 +11,10 @@ from common.config.schema import Config, StalenessConfig
 from common.errors import EXIT_FAILED, EXIT_USAGE
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir, write_json
-from common.run_reader import MetricsTail
+from common.run_reader import MetricsTail, read_tail
 from launch.cli import main
-from launch.results.report import first_above, format_figure
+from launch.results.report import first_above, format_figure, summarise
+from learner.loop.run_files import write_record
 from tests.rigs.configs import config_of
 from tests.rigs.telemetry import read_line
 
@@ -49,7 +50,7 @@ def test_summary_has_the_figures_of_the_run_and_every_plot_shows_something(run, 
 
     drawn, draw = [], Figure.draw
     monkeypatch.setattr(Figure, "draw", lambda figure, renderer: (drawn.append(figure), draw(figure, renderer)))
-    write_json(run.path / "eval.json", {"greedy_accuracy": 0.99, "problems": 10})
+    write_json(run.path / "eval.json", {"greedy_accuracy": 0.99, "sampled_accuracy": 0.9, "problems": 10})
     assert main(["report", str(run.path)]) == 0
     assert len(drawn) == 2 * len(list(run.report.glob("*.png"))) == 6, "once for each of its two files"
     summary = json.loads((run.report / "summary.json").read_text())
@@ -90,6 +91,33 @@ def test_summary_has_the_figures_of_the_run_and_every_plot_shows_something(run, 
     for path in run.report.glob("*.png"):
         data = path.read_bytes()
         assert data.startswith(b"\x89PNG") and len(data) > 5_000, path.name
+
+
+@pytest.mark.parametrize(("version", "shown"), [(STEPS, True), (STEPS - 5, False), (None, False)])
+def test_the_accuracy_of_another_model_than_the_newest_is_not_shown(run, version: int | None, shown: bool):
+    measured = {"greedy_accuracy": 0.99, "sampled_accuracy": 0.9, "problems": 10, "policy_version": version}
+    write_json(run.path / "eval.json", measured)
+    found = summarise(run, read_tail(run.metrics, StepMetrics), None)
+    assert found.get("held_out", {}).get("greedy_accuracy") == (0.99 if shown else None)
+    assert "policy_version" not in found.get("held_out", {})
+
+
+def test_an_accuracy_without_its_version_counts_until_the_run_goes_on(run):
+    write_json(run.path / "eval.json", {"greedy_accuracy": 0.99, "sampled_accuracy": 0.9, "problems": 10})
+    for state in ("done", "running", "drained"):
+        write_record(run, 0, state, STEPS)
+        found = summarise(run, read_tail(run.metrics, StepMetrics), None)
+        assert ("held_out" in found) == (state == "done")
+
+
+@pytest.mark.parametrize("jump_s", [43200.0, -1800.0])
+def test_the_time_of_a_run_is_that_of_its_steps_whatever_the_clock_did_between_them(run, jump_s: float):
+    lines = [line(step) for step in range(STEPS)]
+    for later in lines[STEPS // 2 :]:
+        later["time_s"] += jump_s
+    run.metrics.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    found = summarise(run, read_tail(run.metrics, StepMetrics), None)
+    assert (found["run"]["seconds"], found["tokens"]["trained_per_s"]) == (40.0, 50.0)
 
 
 def points_of(name: str, lines: list[dict[str, Any]]) -> list[tuple[float, float]]:

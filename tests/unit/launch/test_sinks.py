@@ -78,6 +78,14 @@ def test_a_warm_start_that_resumes_is_told_by_the_time_of_its_lines() -> None:
     assert steps(take(cursor, *again, kind=SftMetrics)) == [(1, True), (2, False)]
 
 
+def test_a_warm_start_that_resumes_with_a_clock_behind_is_fed_again() -> None:
+    cursor = Cursor()
+    old = [{"step": step, "time_s": 1e4 + step, "loss": 1.0, "incarnation": 0} for step in range(3)]
+    take(cursor, *old, kind=SftMetrics)
+    again = [old[0], *({**line, "time_s": line["time_s"] - 600, "incarnation": 1} for line in old[1:])]
+    assert steps(take(cursor, *again, kind=SftMetrics)) == [(1, True), (2, False)]
+
+
 def test_evaluations_are_points_at_their_version_once_per_dataset() -> None:
     cursor = Cursor()
     point, other = take(cursor, evaluation(2), line(2), evaluation(2), {"kind": "other", "step": 3})

@@ -3,7 +3,9 @@
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from threading import Thread
 
@@ -324,3 +326,43 @@ def test_a_step_is_told_to_drain_until_the_controller_takes_it(
     Thread(target=drain).start()
     assert step.run() == EXIT_DONE
     assert asked.count("scancel --signal=TERM") == 3
+
+
+def test_what_a_person_wants_to_see_of_slurm_does_not_change_what_is_read(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "squeue").write_text(
+        '#!/bin/sh\necho "$SLURM_TIME_FORMAT $SQUEUE_STATES$SQUEUE_FORMAT2$SCANCEL_INTERACTIVE $SLURM_CONF"\n'
+    )
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    of_a_person = {"SQUEUE_STATES": "RUNNING", "SQUEUE_FORMAT2": "jobid", "SCANCEL_INTERACTIVE": "1"}
+    for name, value in {**of_a_person, "SLURM_TIME_FORMAT": "relative", "SLURM_CONF": "/conf"}.items():
+        monkeypatch.setenv(name, value)
+    assert jobs.slurm("squeue").split() == ["standard", "/conf"]
+
+
+@pytest.mark.parametrize("ends", ["Unknown", "10:30:00", "Tomorr 10:30"])
+def test_a_job_whose_end_cannot_be_read_drains_and_is_requeued(
+    tmp_path: Path, slurm_of: Callable[..., list[str]], ends: str
+) -> None:
+    asked = slurm_of({}, scontrol=f"JobId=7 JobState=RUNNING EndTime={ends}")
+    drained = RoleJob(prepared(job_of(tmp_path)), "learner", ["true"])
+    drained.flag.set("SIGTERM")
+    assert drained.run() == EXIT_DONE
+    assert asked[-1] == "scontrol requeue"
+
+
+@pytest.mark.parametrize(("now", "ends"), [("00:29", "00:30"), ("01:29", "01:30")])
+def test_a_job_that_ends_in_the_hour_that_a_clock_change_repeats_has_its_whole_time_to_drain(
+    monkeypatch, now: str, ends: str
+) -> None:
+    began, ended = (datetime.fromisoformat(f"2026-10-25T{at}:00").replace(tzinfo=UTC) for at in (now, ends))
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        told = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(ended.timestamp()))
+        monkeypatch.setattr(time, "time", began.timestamp)
+        assert told == "2026-10-25T02:30:00"
+        assert role_job.ends_at(told) == ended.timestamp()
+    finally:
+        monkeypatch.undo()
+        time.tzset()

@@ -17,15 +17,16 @@ from starlette.testclient import TestClient
 
 from broker.contract import Delivery, LearnerReport
 from common.errors import SlipstreamError
-from common.metrics import EvaluationMetrics
+from common.metrics import EvaluationMetrics, StepMetrics
 from common.process.run_dir import RunDir, write_json
+from common.run_reader import MetricsTail
 from common.spans import Span, SpanBatch
 from common.transcripts import Transcript, Turn
 from launch.cli import main
 from launch.observe.curves import BUCKETS, Curves
 from launch.resolve_target import config_of
 from launch.web.app import TOKENS, Hub, bounded, make_app, preview
-from launch.web.run_view import PIECES, BrowserCopy, Lanes, RunView, _stall
+from launch.web.run_view import PIECES, BrowserCopy, Lanes, RunView, _stall, newest
 from learner.loop.run_files import write_record
 from tests.rigs.configs import LEARNER, living_broker, node_status, refusal, status_of, write_broker
 from tests.rigs.refusals import refused
@@ -227,8 +228,23 @@ def test_the_state_has_the_figures_of_top_and_status(recorded):
     assert state["now"]["reward_before"] == pytest.approx(np.mean(rewards[-20:-10]))
     assert state["now"]["trained_per_s"] == pytest.approx(7680 / sum(line["step_s"] for line in lines[-10:]))
     generated = lines[-1]["tokens_generated_total"] - lines[-11]["tokens_generated_total"]
-    assert state["now"]["generated_per_s"] == pytest.approx(generated / (lines[-1]["time_s"] - lines[-11]["time_s"]))
+    assert state["now"]["generated_per_s"] == pytest.approx(generated / sum(line["step_s"] for line in lines[-10:]))
     assert dict(state["versions"]) == {40: 2, 39: 2} and state["states"] == {"generating": 2, "flipping": 1, "gone": 1}
+
+
+def test_the_rate_of_generated_tokens_follows_from_the_steps_not_from_the_clock():
+    tail = MetricsTail(None, StepMetrics)
+    known = {"step_s": 2.0, "reward_mean": 0.0, "learner_idle_s": 0.0, "tokens_trained": 1}
+    tail.take(
+        False,
+        [
+            read_line(
+                step=step, time_s=1e9 + 2 * step - 1800.0 * (step > 15), tokens_generated_total=100 * step, **known
+            )
+            for step in range(21)
+        ],
+    )
+    assert newest(tail)["generated_per_s"] == pytest.approx(50.0)
 
 
 def test_the_time_left_of_a_living_job_is_that_of_its_steps(config, run):

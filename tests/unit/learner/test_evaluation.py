@@ -519,3 +519,9 @@ def test_a_run_without_evaluation_waits_for_none(make_world: MakeWorld) -> None:
     world.run()
     assert world.publisher.versions == [0, 1] and not world.trainer.source.has_final_evaluation
     assert isinstance(world.memory, MemoryBroker) and world.memory.state.evaluation.order is None
+
+
+def test_the_pause_of_a_round_that_goes_on_is_none_of_its_seconds() -> None:
+    spans = [(100.0, 4.0), (102.0, 5.0), (50000.0, 3.0)]  # the last one after a restart, or by another clock
+    results = [EvaluationResult(n, [1.0], [3], ["stop"], [""], "node", 2, 2, *span) for n, span in enumerate(spans)]
+    assert summary(EvaluationOrder(2, 0, 1.0), "d", results, 0.0).seconds == 10.0
