@@ -34,7 +34,7 @@ from common.config.parallel_layout import (
     world_problems,
 )
 from common.config.passthrough import passthrough_problems, quantization_problems
-from common.config.schema import BaseConfig, Config, MoeConfig, Reader
+from common.config.schema import BaseConfig, Config, EngineConfig, MoeConfig, Reader
 from common.config.tasks import kept_rows
 from common.errors import Problem, UsageError, meant, nearest
 from common.evaluation import dataset_names, pass_ks
@@ -530,6 +530,7 @@ def _rollout(config: Config, model: Architecture | None) -> Iterator[Problem]:
         hint = "the sampler's log-probabilities would be those of a cut distribution: importance ratios come out biased"
         yield Problem("rollout.top_p", "1 in training", hint=hint)
     yield from quantization_problems(engine, model)
+    yield from _engine_step(engine)
     if engine.pipeline_parallel > 1 and config.learner.moe.replay_routing:
         hint = "vLLM does not return the experts that later stages chose"
         yield Problem("rollout.engine.pipeline_parallel", "1 with learner.moe.replay_routing", hint=hint)
@@ -537,3 +538,15 @@ def _rollout(config: Config, model: Architecture | None) -> Iterator[Problem]:
         yield Problem("rollout.engine.expert_parallel", "false, since the model has no experts")
     if model is not None and (heads := model.attention.heads) % engine.tensor_parallel:
         yield Problem("rollout.engine.tensor_parallel", f"a divisor of the model's {heads} attention heads")
+
+
+def _engine_step(engine: EngineConfig) -> Iterator[Problem]:
+    """Steps that are too small, as vLLM's SchedulerConfig.verify_max_model_len says when the engine starts."""
+    key, tokens = "rollout.engine.max_batched_tokens", engine.max_batched_tokens
+    if tokens is None:
+        return
+    if tokens < engine.max_num_seqs:
+        hint = "every sequence that generates takes one token of a step"
+        yield Problem(key, f"at least rollout.engine.max_num_seqs ({engine.max_num_seqs})", hint=hint)
+    if engine.extra.get("enable_chunked_prefill") is False and tokens < engine.max_model_len:
+        yield Problem(key, f"at least rollout.engine.max_model_len ({engine.max_model_len}) without chunked prefill")
