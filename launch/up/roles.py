@@ -33,6 +33,7 @@ from launch.resolve_target import (
     load_job,
     need_broker_library,
 )
+from launch.sinks.process import by_hand
 from launch.up.devices import check_devices, rounding_problems
 from launch.up.learner_machine import run_machine
 from launch.up.ranks import become_torchrun, slurm_machines, thread_environment
@@ -89,6 +90,8 @@ def run_ranks(args: argparse.Namespace, config: BaseConfig, run: RunDir, address
     print(said, flush=True)
     run.check_agrees(config)
     found.keep(run)
+    if config.rl is None or args.config is None or Path(args.config).resolve() != run.config.resolve():
+        by_hand(config, run)  # `up` gives its learner RUN/config.yaml, and `slurm` has said it
     if config.learner.machines == 1:
         return become_torchrun(config, run, address)
     address, status = answering_broker(args, config, run)

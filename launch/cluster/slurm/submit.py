@@ -30,6 +30,7 @@ from launch.keys import make
 from launch.observe.advisor import Advice, advice_for
 from launch.observe.observation import outcome_of
 from launch.resolve_target import config_of, find_run
+from launch.sinks.process import by_hand
 from launch.up.devices import interpreter
 
 NODE_KEY = "fleet"  # the credential that all nodes share
@@ -98,6 +99,7 @@ def prepared(file: str, overrides: list[str]) -> tuple[Config, RunDir]:
         print(f"made keys in {keys.path}")
     said, found = first_line(config, file)
     print(said, flush=True)
+    by_hand(config, run)
     if not run.began:  # a dry run left it, or jobs that Slurm refused
         run.config.unlink(missing_ok=True)
     run.prepare(config)
