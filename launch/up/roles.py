@@ -49,6 +49,7 @@ def broker(args: argparse.Namespace) -> int:
     if config.rl is not None and given and not run.began:
         for problem in plugins.ask(config.rl, elsewhere=True):
             raise ConfigError.of(args.config, problem)
+    run.check_spares(args.config)
     run.prepare(config)
     setup_logging("broker", "0", run.logs, config.telemetry.log_level)
     from broker.main import run_broker
@@ -88,6 +89,8 @@ def run_ranks(args: argparse.Namespace, config: BaseConfig, run: RunDir, address
     check_devices(config.learner.world_size // config.learner.machines, key)
     said, found = first_line(config, args.config or str(run.config))
     print(said, flush=True)
+    if args.config is not None:
+        run.check_spares(args.config)
     run.check_agrees(config)
     found.keep(run)
     if config.rl is None or args.config is None or Path(args.config).resolve() != run.config.resolve():

@@ -85,6 +85,7 @@ def ready(config: C, file: str) -> tuple[C, RunDir]:
         raise ConfigError(file, "learner.machines", "1", str(config.learner.machines), hint)
     for wrong in rounding_problems(config):
         raise ConfigError.of(file, wrong)
+    run.check_spares(file)
     run.check_agrees(config)
     if config.rl is not None:
         need_broker_library(config.rl)

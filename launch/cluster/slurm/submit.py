@@ -122,6 +122,7 @@ def reviewed(file: str, overrides: Sequence[str]) -> tuple[Config, RunDir, KeyFo
         if not (no_keys and problem.key == "broker.credentials"):
             raise ConfigError.of(file, problem)
     run = RunDir.of(config)
+    run.check_spares(file)
     if run.began:
         run.check_agrees(config)
     return config, run, keys if no_keys else None

@@ -22,7 +22,7 @@ from common.process.run_dir import write_json
 from common.run_reader import read_recent
 from launch.cli import main
 from launch.observe.observation import outcome_of
-from launch.up import up
+from launch.up import roles, up
 from launch.up.supervisor import Role, RoleSpec
 from launch.up.up import Job, role_specs
 from tests.rigs.configs import json_of, node_status, prepared, refusal, status_of, write_broker, write_job
@@ -248,6 +248,19 @@ def test_a_broker_that_died_is_started_again_unless_it_would_have_forgotten_ever
 ) -> None:
     specs = role_specs(msgspec.structs.replace(config, broker=BrokerConfig(durability=durability)), run, {})
     assert {spec.name: spec.max_restarts for spec in specs} == {"broker": restarts, "learner": 3, "node-0": 3}
+
+
+@pytest.mark.parametrize("command", ["up", "broker", "learner", "slurm"])
+def test_a_config_in_its_own_run_folder_is_not_replaced(tmp_path, capsys, monkeypatch, command) -> None:
+    monkeypatch.setattr(roles, "need_packages", lambda *names: None)
+    file = write_job(tmp_path).rename(tmp_path / "config.yaml")
+    before = file.read_bytes()
+    words = [str(file), f"run.dir={tmp_path}", "weights.transport=relay"]
+    said = refusal(capsys, command, *words, *["--dry-run"] * (command == "slurm"))
+    assert f"{file}: " in said and "run.dir" in said
+    assert file.read_bytes() == before and {path.name for path in tmp_path.iterdir()} == {
+        "config.yaml", "model", "train.jsonl"
+    }  # fmt: skip
 
 
 def test_every_role_of_a_machine_has_a_health_port_of_its_own(config, run, tmp_path, capsys) -> None:
