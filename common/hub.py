@@ -37,7 +37,11 @@ def absolute(key: str, value: str) -> str:
     """An absolute path, or 'hf://...' for a name of the hub. An existing path wins over a name of the hub.
 
     Raises UsageError when 'hf://...' is no name of a model or of a dataset's files, and when no file can have the path.
+    Also for a variable such as $HOME, which only a shell replaces.
     """
+    if value.startswith("$"):
+        hint = "no variable is replaced here; './$NAME' is a folder with that name"
+        raise UsageError(f"{key}: expected a path, found {value[:MOST_SHOWN]!r}: {hint}")
     if value.startswith(SCHEME):
         _parse(key, value)
         return value

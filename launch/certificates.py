@@ -4,6 +4,7 @@ A certificate lies in the folder `certificates` beside the config, under the con
 lapses when the code, a version or something that it covers differs. No torch.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import msgspec
 from common.config.certificate import OF_CRITIC, Certificate, covered
 from common.config.checks import MODEL_HINT
 from common.config.schema import BaseConfig
-from common.errors import ConfigError, UsageError
+from common.errors import ConfigError, Problem, UsageError
 from common.hub import local_copy
 from common.process.run_dir import RunDir, differences, unwritable, write_json
 from common.process.versions import learner_digest, versions
 
+KEY = "model.uncertified"
 FOLDER = "certificates"
 IN_RUN = "certificate.json"
 VERSIONS = ("slipstream", "torch", "megatron-core", "megatron-bridge", "transformers")
@@ -130,6 +132,12 @@ def _shown(value: object) -> str:
 def first_line(config: BaseConfig, file: str) -> tuple[str, Standing]:
     """The first line of a job, and its standing; raises ConfigError where model.uncertified refuses it."""
     found = standing(config, file)
-    if found.why and config.model.uncertified == "refuse":
-        raise ConfigError(file, "model.uncertified", "a job with a certificate", "none that counts", found.why)
+    for problem in refused(config, found):
+        raise ConfigError.of(file, problem)
     return found.sentence, found
+
+
+def refused(config: BaseConfig, found: Standing) -> Iterator[Problem]:
+    """Why a launch refuses a job of this standing."""
+    if found.why and config.model.uncertified == "refuse":
+        yield Problem(KEY, "a job with a certificate", "none that counts", found.why)

@@ -33,9 +33,9 @@ from common.config.parallel_layout import (
     padded,
     world_problems,
 )
-from common.config.passthrough import passthrough_problems, quantization_problems
+from common.config.passthrough import engine_step_problems, passthrough_problems, quantization_problems
 from common.config.schema import BaseConfig, Config, MoeConfig, Reader
-from common.config.tasks import kept_rows
+from common.config.tasks import curriculum_problems, kept_rows
 from common.errors import Problem, UsageError, meant, nearest
 from common.evaluation import dataset_names, pass_ks
 from common.hub import SCHEME, TOKENIZER_FILES, absolute, local_copy
@@ -416,6 +416,7 @@ def _sources(config: Config, read: set[str]) -> Iterator[Problem]:
     yield from _watched(
         config, "sources/", source_metrics(config), expected=expected, page="docs/mixtures.md lists them"
     )
+    yield from curriculum_problems(config.tasks.curriculum)
     for number, rule in enumerate(config.watch):
         kind, name = [*rule.metric.split("/"), ""][:2]
         if sources and kind == "environment" and name not in sources:
@@ -461,6 +462,10 @@ def _evaluation(config: Config, read: set[str]) -> Iterator[Problem]:
             yield Problem(f"watch[{number}].metric", "a metric of this run", rule.metric, f"it needs {key}")
     if told.temperature and not LOWEST_TEMPERATURE <= told.temperature <= HIGHEST_TEMPERATURE:
         yield Problem("evaluation.temperature", f"0 (greedy), or {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE:g}")
+    judged = all(part.reward is not None for part in config.tasks.parts.values())  # an environment may vary by its seed
+    if told.temperature == 0 and told.samples > 1 and judged:
+        hint = "greedy answers to one prompt are all the same"
+        yield Problem("evaluation.samples", "1 with evaluation.temperature: 0", hint=hint)
 
 
 def _losses(config: Config) -> Iterator[Problem]:
@@ -530,6 +535,7 @@ def _rollout(config: Config, model: Architecture | None) -> Iterator[Problem]:
         hint = "the sampler's log-probabilities would be those of a cut distribution: importance ratios come out biased"
         yield Problem("rollout.top_p", "1 in training", hint=hint)
     yield from quantization_problems(engine, model)
+    yield from engine_step_problems(engine)
     if engine.pipeline_parallel > 1 and config.learner.moe.replay_routing:
         hint = "vLLM does not return the experts that later stages chose"
         yield Problem("rollout.engine.pipeline_parallel", "1 with learner.moe.replay_routing", hint=hint)

@@ -1,6 +1,6 @@
 """Options that a config passes on to vLLM and Megatron: rollout.engine.extra and learner.megatron.extra.
 
-And the kinds of rounding that vLLM can do at a node: rollout.engine.quantization.
+And settings of an engine that vLLM would refuse only when it starts: its rounding and the size of its steps.
 
 A name is checked against the library's source, without importing it, which takes seconds. Where the library is not
 installed, the role that needs it checks, in its own environment.
@@ -121,6 +121,18 @@ def quantization_problems(engine: EngineConfig, model: Architecture | None) -> I
     elif model is not None and model.experts is not None:
         hint = "vLLM has no kernel of it for a CPU, and their rounding is not proven after a flip"
         yield Problem(key, "null for a model with experts", f"'{kind}'", hint)
+
+
+def engine_step_problems(engine: EngineConfig) -> Iterator[Problem]:
+    """Steps that are too small, as vLLM's SchedulerConfig.verify_max_model_len says when the engine starts."""
+    key, tokens = "rollout.engine.max_batched_tokens", engine.max_batched_tokens
+    if tokens is None:
+        return
+    if tokens < engine.max_num_seqs:
+        hint = "every sequence that generates takes one token of a step"
+        yield Problem(key, f"at least rollout.engine.max_num_seqs ({engine.max_num_seqs})", hint=hint)
+    if engine.extra.get("enable_chunked_prefill") is False and tokens < engine.max_model_len:
+        yield Problem(key, f"at least rollout.engine.max_model_len ({engine.max_model_len}) without chunked prefill")
 
 
 def passthrough_warnings(config: BaseConfig) -> Iterator[str]:

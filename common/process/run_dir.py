@@ -18,7 +18,7 @@ from common.config.loading import dump_yaml, load_either
 from common.config.network_checks import fixed_address
 from common.config.schema import BaseConfig
 from common.config.scorers import OPERATION
-from common.errors import BrokerUnreachable, DiskFull, SlipstreamError, UsageError
+from common.errors import BrokerUnreachable, ConfigError, DiskFull, SlipstreamError, UsageError
 from common.hub import MODEL_KEYS, SCHEME
 from common.json_lines import LineFile, decoder_of
 from common.process import files
@@ -146,6 +146,13 @@ class RunDir:
                 write_json(self.run_json, origin)
         except OSError as error:
             raise unwritable("run.dir", self.path, error) from error
+
+    def check_spares(self, file: str) -> None:
+        """Raise ConfigError where `prepare` would replace the config `file` of a person, with its comments."""
+        if Path(file).resolve() == self.config.resolve() and not self.run_json.exists():
+            expected = "a folder without this config, which the run's own config.yaml would replace"
+            hint = "a folder of its own, such as run.dir: run, or another name of the config"
+            raise ConfigError(file, "run.dir", expected, str(self.path), hint)
 
     def check_agrees(self, config: BaseConfig) -> None:
         """Raise OtherRun when RUN/config.yaml computes something else than `config`."""

@@ -24,6 +24,7 @@ from common.errors import ConfigError, SlipstreamError, UsageError
 from common.json_lines import dataset_exists, dataset_rows, first_row
 from common.process.files import sync
 from common.security.credentials import KeyFolder
+from launch.certificates import KEY as UNCERTIFIED
 from launch.checks.findings import Finding, few, fine, problem, refusal, warning
 from launch.checks.review import Review
 from launch.plan.job_plan import GIB, MIB, Plan
@@ -47,7 +48,7 @@ def check_config_and_files(review: Review) -> Iterator[Finding]:
     """Everything that a launch would refuse, then the content of the files, which a launch reads too late."""
     config = review.config
     refused = [*review.refused, *review.missing]
-    yield from (refusal(wrong, review.file) for wrong in refused)
+    yield from (refusal(wrong, review.file) for wrong in refused if wrong.key != UNCERTIFIED)  # a finding of its own
     if not refused:
         yield fine("config", f"{review.file} passes the checks of a launch")
     yield from check_parts(review)

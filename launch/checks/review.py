@@ -24,7 +24,7 @@ from common.config.schema import BaseConfig, Config, LearnerConfig
 from common.errors import ConfigError, Problem, UsageError, of_source
 from common.hub import SCHEME
 from common.process.run_dir import other_values
-from launch.certificates import Standing, read_model, shape_folder, standing
+from launch.certificates import Standing, read_model, refused, shape_folder, standing
 from launch.checks.findings import Finding, note
 from launch.plan.job_plan import GIB, Plan, RlPart, make_plan, stages_of
 from launch.plan.memory import ADAM_BYTES, DEVICES, GRADIENT_BYTES, HEADROOM, ITEM_BYTES, MAIN_BYTES, fits
@@ -361,6 +361,7 @@ def review(
         elif not downloaded:
             made.missing.append(problem)
     made.refused += machine_problems(config, gpus_per_node)
+    made.refused += refused(config, made.standing)
     if config.rl is not None and not any(p.key.endswith(PYTHON_KEY.removeprefix("tasks")) for p in made.refused):
         try:
             made.environments = check_sources(config.rl, file, libraries)

@@ -17,6 +17,7 @@ from typing import get_args
 from broker.contract import LEARNER_ENDED
 from common.config.loading import load_either
 from common.config.observing import Sink as SinkName
+from common.config.schema import BaseConfig
 from common.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from common.process.lifecycle import DrainFlag
 from common.process.lock_file import only_one
@@ -47,6 +48,12 @@ def command(args: argparse.Namespace) -> int:
         os.nice(10)  # the job goes first
         origin = run.run_json.read_bytes() if run.run_json.exists() else str(run.path.resolve()).encode()
         return watch(FedRun(run, config, hashlib.sha256(origin).hexdigest()[:12]), names, DrainFlag.install())
+
+
+def by_hand(config: BaseConfig, run: RunDir) -> None:
+    """Say how to feed telemetry.sinks where no `up` starts the process."""
+    if names := config.telemetry.sinks:
+        print(f"telemetry.sinks: `slipstream sinks {run.path}` feeds {', '.join(names)}; nothing starts it here")
 
 
 def check_packages(names: Sequence[str]) -> None:

@@ -33,6 +33,7 @@ from launch.resolve_target import (
     load_job,
     need_broker_library,
 )
+from launch.sinks.process import by_hand
 from launch.up.devices import check_devices, rounding_problems
 from launch.up.learner_machine import run_machine
 from launch.up.ranks import become_torchrun, slurm_machines, thread_environment
@@ -49,6 +50,7 @@ def broker(args: argparse.Namespace) -> int:
     if config.rl is not None and given and not run.began:
         for problem in plugins.ask(config.rl, elsewhere=True):
             raise ConfigError.of(args.config, problem)
+    run.check_spares(args.config)
     run.prepare(config)
     setup_logging("broker", "0", run.logs, config.telemetry.log_level)
     from broker.main import run_broker
@@ -88,8 +90,12 @@ def run_ranks(args: argparse.Namespace, config: BaseConfig, run: RunDir, address
     check_devices(config.learner.world_size // config.learner.machines, key)
     said, found = first_line(config, args.config or str(run.config))
     print(said, flush=True)
+    if args.config is not None:
+        run.check_spares(args.config)
     run.check_agrees(config)
     found.keep(run)
+    if config.rl is None or args.config is None or Path(args.config).resolve() != run.config.resolve():
+        by_hand(config, run)  # `up` gives its learner RUN/config.yaml, and `slurm` has said it
     if config.learner.machines == 1:
         return become_torchrun(config, run, address)
     address, status = answering_broker(args, config, run)

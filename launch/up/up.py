@@ -46,6 +46,7 @@ BESIDE = ("sinks", "web")  # the job continues without them
 BESIDE_LEAVE_S = 5.0  # besides the time that sinks take for the last lines
 POLL_S = 0.1
 ANSWER_S = 1.0
+LAST_PORT = 65535
 
 
 def command(args: argparse.Namespace) -> int:
@@ -84,10 +85,15 @@ def ready(config: C, file: str) -> tuple[C, RunDir]:
         raise ConfigError(file, "learner.machines", "1", str(config.learner.machines), hint)
     for wrong in rounding_problems(config):
         raise ConfigError.of(file, wrong)
+    run.check_spares(file)
     run.check_agrees(config)
     if config.rl is not None:
         need_broker_library(config.rl)
         check_packages(config.telemetry.sinks)
+        port, most = config.telemetry.health_port, LAST_PORT - 1 - config.rollout_nodes
+        if port > most:
+            expected = f"at most {most}: learner and nodes take the next ports"
+            raise ConfigError(file, "telemetry.health_port", expected, str(port))
     return config, run
 
 
@@ -111,9 +117,13 @@ def role_specs(config: Config, run: RunDir, places: Mapping[str, Place], web: bo
     cores = [] if on_gpus else available_cores()  # CUDA, NCCL and vLLM's processes have threads of their own
     learner_cores, *node_cores = plan_cores(cores, learner_threads, [threads] * len(nodes))
 
+    port = config.telemetry.health_port
+    after = enumerate(["learner", *nodes], port + 1) if port else ()
+    own_port = {name: [f"telemetry.health_port={each}"] for each, name in after}
+
     def spec(name: str, words: list[str], log_id: str = "0", **options: Any) -> RoleSpec:
         place = places.get(name, Place())
-        command = role_command([words[0], str(run.config), *words[1:]], place.python)
+        command = role_command([words[0], str(run.config), *words[1:], *own_port.get(name, ())], place.python)
         options = {"max_restarts": restarts, **options, "env": {**place.env, **options.get("env", {})}}
         return RoleSpec(name, command, log_path(run.logs, words[0], log_id), **options)
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 CHECK_S = 300.0  # for the other interpreter to import the environment
 PYTHON_KEY = "tasks.limits.python"
+OF_A_PROCESS = ("cpu_s", "memory_mib")  # limits that an environment on the node's own thread cannot have
 AGENT_KEYWORDS = ("base_url", "api_key", "model", "seed")
 AGENT = f"async def agent(problem, *, {', '.join(AGENT_KEYWORDS)})"
 
@@ -48,14 +49,20 @@ def check_environment(tasks: "TasksConfig", file: str = "config", libraries: boo
     """Check tasks.environment, or tasks.reward, and its options under the interpreter that will run the episodes.
 
     `libraries` is False on a machine that runs no episodes, where this interpreter may lack the environment's `NEEDS`.
-    Raises ConfigError for a name or options that do not fit, with the nearest valid name.
+    Raises ConfigError for a name or options that do not fit, with the nearest valid name, and for a limit that nothing
+    would enforce.
     """
     own = _own_description(tasks, file, libraries)
     if tasks.agents and not own.agent:
         raise ConfigError(file, "tasks.agents", f"an agent as {KEY} ({AGENT})", f"{tasks.environment!r}, which is none")
     said = {f.name: getattr(tasks.limits, f.name) for f in fields(Limits)}
     limits = replace(own.limits, **{key: value for key, value in said.items() if value is not None})
-    return replace(own, limits=replace(limits, process=limits.process or bool(limits.python)))
+    limits = replace(limits, process=limits.process or bool(limits.python))
+    for key in OF_A_PROCESS:
+        if said[key] is not None and not limits.process:
+            hint = "without a process of its own an episode shares the node's, which has no such limit"
+            raise ConfigError(file, f"tasks.limits.{key}", "limits.process: true beside it", f"{said[key]}", hint)
+    return replace(own, limits=limits)
 
 
 def check_sources(config: "Config", file: str = "config", libraries: bool = True) -> dict[str, Description]:

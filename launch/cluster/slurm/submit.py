@@ -30,6 +30,7 @@ from launch.keys import make
 from launch.observe.advisor import Advice, advice_for
 from launch.observe.observation import outcome_of
 from launch.resolve_target import config_of, find_run
+from launch.sinks.process import by_hand
 from launch.up.devices import interpreter
 
 NODE_KEY = "fleet"  # the credential that all nodes share
@@ -98,6 +99,7 @@ def prepared(file: str, overrides: list[str]) -> tuple[Config, RunDir]:
         print(f"made keys in {keys.path}")
     said, found = first_line(config, file)
     print(said, flush=True)
+    by_hand(config, run)
     if not run.began:  # a dry run left it, or jobs that Slurm refused
         run.config.unlink(missing_ok=True)
     run.prepare(config)
@@ -120,6 +122,7 @@ def reviewed(file: str, overrides: Sequence[str]) -> tuple[Config, RunDir, KeyFo
         if not (no_keys and problem.key == "broker.credentials"):
             raise ConfigError.of(file, problem)
     run = RunDir.of(config)
+    run.check_spares(file)
     if run.began:
         run.check_agrees(config)
     return config, run, keys if no_keys else None
@@ -237,13 +240,19 @@ def _options(config: Config, run: RunDir, role: str) -> Options:
 
 
 def _command(config: Config, role: str, slipstream: Callable[[str], str]) -> str:
-    """The role's command, as the shell reads it; `slipstream` gives the words up to the config."""
+    """The role's command, as the shell reads it; `slipstream` gives the words up to the config.
+
+    Roles may share a host, so each has a health port of its own, as with `up`.
+    """
+    port = config.telemetry.health_port
     if role == "fleet":
         node = '--node-id "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
-        return f"{slipstream('rollout')} --join '{{broker}}' {node}"
+        health = f' "telemetry.health_port=$(({port + 2} + SLURM_ARRAY_TASK_ID))"' * (port > 0)
+        return f"{slipstream('rollout')} --join '{{broker}}' {node}{health}"
     if role == "learner":
         moves = config.learner.machines == 1 and is_loopback(config.weights.address)
-        return f"{slipstream('learner')} --join '{{broker}}'" + " 'weights.address={host}'" * moves
+        health = f" telemetry.health_port={port + 1}" * (port > 0)
+        return f"{slipstream('learner')} --join '{{broker}}'" + " 'weights.address={host}'" * moves + health
     host, port = split_address(config.broker.addresses[0])
     moves = len(config.broker.addresses) == 1 and (not host or is_loopback(host) or is_wildcard(host))
     return slipstream("broker") + (f" 'broker.address=tcp://{{host}}:{port or 0}'" if moves else "")

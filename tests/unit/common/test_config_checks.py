@@ -48,6 +48,7 @@ tasks: {dataset: no.jsonl} | tasks.dataset | does not exist
 evaluation: {datasets: [no.jsonl]} | evaluation.datasets | does not exist
 evaluation: {every: 2} | evaluation.datasets | at least one dataset with evaluation.every
 evaluation: {temperature: 0.001} | evaluation.temperature | 0 (greedy), or 0.01 to 2
+{evaluation: {temperature: 0, samples: 8}, tasks: {environment: null, reward: math}} | evaluation.samples | the same
 evaluation: {temperature: 2.5} | evaluation.temperature | 0 (greedy), or 0.01 to 2
 rollout: {group_size: 1} | rollout.group_size | every advantage would be zero
 rollout: {max_tokens: 512} | rollout.max_tokens | max_model_len (512)
@@ -60,6 +61,9 @@ rollout: {top_p: 0.9} | rollout.top_p | biased
 rollout: {top_p: 0.9} | rollout.top_p | expected 1 in training, found 0.9 (number); the
 learner: {moe: {freeze_router: true}} | learner.moe.freeze_router | has no experts, found true (true or false)
 rollout: {engine: {max_model_len: 512, tensor_parallel: 3}} | rollout.engine.tensor_parallel | 4 attention heads
+rollout: {engine: {max_model_len: 512, max_batched_tokens: 128}} | rollout.engine.max_batched_tokens | (256), found 128
+rollout: {engine: {max_model_len: 512, max_batched_tokens: 511, extra: {enable_chunked_prefill: false}}} | \
+rollout.engine.max_batched_tokens | (512) without chunked prefill
 learner: {loss: {objective: gspo, clip_dual: 3.0}} | learner.loss.clip_dual | unset with objective: gspo
 learner: {loss: {objective: dppo_tv, clip_high: 1.5}} | learner.loss.clip_high | difference of probabilities
 learner: {loss: {objective: sapo, clip_low: 0.2}} | learner.loss.clip_low | objective_options
@@ -146,6 +150,9 @@ learner: {world_size: 2, parallel: {tensor: 2}}
 learner: {world_size: 2, parallel: {pipeline: 2}}
 learner: {world_size: 2, parallel: {pipeline: 2, virtual_pipeline: 2}}
 learner: {world_size: 2, parallel: {}}
+rollout: {max_tokens: 100, engine: {max_model_len: 512, max_num_seqs: 128, max_batched_tokens: 128}}
+evaluation: {temperature: 0, samples: 8}
+{evaluation: {temperature: 0}, tasks: {environment: null, reward: math}}
 learner: {loss: {clip_dual: 3.0}}
 learner: {loss: {correction: none, correction_veto: 0.0001}}
 learner: {loss: {proximal: behavior}}

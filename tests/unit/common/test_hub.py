@@ -58,6 +58,7 @@ def test_an_existing_folder_a_path_and_a_name_of_the_hub_are_told_apart(tmp_path
     for path in ("./no/model", "../x/y", "one", "a/b/c", "/a/b"):
         assert absolute("model.path", path) == str((tmp_path / path).resolve())
     assert absolute("model.path", "~/b") == str(Path.home() / "b")
+    assert absolute("run.dir", "./$HOME") == str(tmp_path / "$HOME")
     assert absolute("tasks.dataset", "openai/gsm8k") == str(tmp_path / "openai" / "gsm8k"), "files are named in full"
     assert absolute("tasks.dataset", f"{DATA}@v1/main/train-*.parquet") == f"{DATA}@v1/main/train-*.parquet"
 
@@ -81,7 +82,7 @@ def test_a_name_in_another_form_is_refused(key: str, name: str, form: str) -> No
 @pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["model.path", "run.dir"])
-@pytest.mark.parametrize("path", ["a\0b", "~nobody-of-this-name/x", "loop", "x" * 300])
+@pytest.mark.parametrize("path", ["a\0b", "~nobody-of-this-name/x", "loop", "x" * 300, "$HOME/x", "${HOME}/x"])
 def test_what_no_file_can_be_called_is_refused(tmp_path: Path, monkeypatch, key: str, path: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop").symlink_to("loop")

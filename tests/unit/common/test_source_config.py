@@ -150,6 +150,7 @@ def test_weights_whose_sum_is_0_unknown_keys_and_a_curriculum_of_one_source_are_
         (["watch=[{metric: environment/exact_match, below: 0.1}]"], "watch[0].metric"),
         (["learner.loss.reference=x", "tasks.sources.texts.kl_coefficient=0"], "learner.loss.reference"),
         (["learner.loss.kl_coefficient=0.1", *NO_KL], "learner.loss.kl_coefficient"),
+        (["tasks.curriculum={target: 0.3, every: 1}"], "tasks.curriculum.target"),
     ],
 )
 def test_what_does_not_fit_the_job_or_its_files_is_refused_by_its_key(

@@ -13,7 +13,7 @@ from common.config.checks import resolve_paths
 from common.config.loading import load_either
 from common.config.parallel_layout import world_problems
 from common.config.schema import LearnerConfig, ParallelConfig
-from common.errors import ConfigError
+from common.errors import EXIT_DONE, EXIT_USAGE, ConfigError
 from common.process.run_dir import RunDir
 from common.process.versions import learner_digest, versions
 from launch import certify
@@ -219,14 +219,22 @@ def test_a_run_that_has_begun_keeps_its_certificate_and_says_why_it_lapsed(tmp_p
     assert msgspec.json.decode((run.path / IN_RUN).read_bytes(), type=Certificate) == newer
 
 
-def test_plan_and_doctor_show_it(tmp_path: Path) -> None:
+def test_plan_and_doctor_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_job(tmp_path)
     review = make_review(str(file), [])
     assert "uncertified: " in text_of(page(review)) and not as_json(review)["certificate"]["counts"]
     assert [*check_certificate(review)] == [], "nobody asked for one"
-    (found,) = check_certificate(make_review(str(file), ["model.uncertified=refuse"]))
+    strict = "model.uncertified=refuse"
+    (found,) = check_certificate(make_review(str(file), [strict]))
     assert (found.level, found.code, found.fix) == ("problem", "none", f"slipstream certify {file}")
+    assert main(["plan", str(file), strict, "--json"]) == EXIT_USAGE
+    (failed,) = json.loads(capsys.readouterr().out)["failed"]
+    assert failed.startswith("model.uncertified: expected a job with a certificate")
+    main(["doctor", str(file), strict, "--json"])
+    codes = [each["code"] for each in json.loads(capsys.readouterr().out) if each["level"] == "problem"]
+    assert codes.count("none") == 1 and "model.uncertified" not in codes, "doctor says it once"
     certified(file)
+    assert main(["plan", str(file), strict]) == EXIT_DONE
     review = make_review(str(file), [])
     assert "certified: 1 checks" in text_of(page(review)) and as_json(review)["certificate"]["counts"]
     assert [found.level for found in check_certificate(review)] == ["fine"]

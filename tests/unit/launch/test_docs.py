@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.config.loading import key_paths
-from common.config.schema import Config, SftConfig, SftLearnerConfig
+from common.config.schema import Config, LearnerConfig, SftConfig, SftLearnerConfig
 from launch.cli import COMMANDS
 from tests.docs_reference import DOCS, config_page, filled, metrics_page
 from tests.rigs.processes import ROOT
@@ -43,6 +43,12 @@ def test_the_index_has_every_page_and_the_pages_of_commands_and_configs_every_on
     assert [name for name in COMMANDS if not re.search(rf"\b{name}\b", table)] == []
     text = (ROOT / "configs" / "README.md").read_text()
     assert [path.stem for path in (ROOT / "configs").glob("*.yaml") if f"`{path.stem}`" not in text] == []
+
+
+def test_the_page_of_the_config_says_which_keys_the_learner_of_a_warm_start_lacks() -> None:
+    text = (ROOT / "docs" / "config.md").read_text()
+    lacks = re.findall(r"`(\w+)`", text.partition("Its `learner` is as above without")[2].partition(".")[0])
+    assert {*lacks} == {*LearnerConfig.__struct_fields__} - {*SftLearnerConfig.__struct_fields__}
 
 
 def test_every_page_is_short_and_all_of_them_are() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from common.config.checks import resolve_paths
 from common.config.loading import load_config
+from common.config.observing import TelemetryConfig
 from common.config.schema import BrokerConfig
 from common.errors import SlipstreamError
 from common.evaluation import EvalResult
@@ -25,7 +26,7 @@ from launch.observe.observation import outcome_of
 from launch.up import roles, up
 from launch.up.supervisor import Role, RoleSpec
 from launch.up.up import Job, role_specs
-from tests.rigs.configs import json_of, node_status, prepared, status_of, write_broker, write_job
+from tests.rigs.configs import json_of, node_status, prepared, refusal, status_of, write_broker, write_job
 from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S, until
 
@@ -248,6 +249,32 @@ def test_a_broker_that_died_is_started_again_unless_it_would_have_forgotten_ever
 ) -> None:
     specs = role_specs(msgspec.structs.replace(config, broker=BrokerConfig(durability=durability)), run, {})
     assert {spec.name: spec.max_restarts for spec in specs} == {"broker": restarts, "learner": 3, "node-0": 3}
+
+
+@pytest.mark.parametrize("command", ["up", "broker", "learner", "slurm"])
+def test_a_config_in_its_own_run_folder_is_not_replaced(tmp_path, capsys, monkeypatch, command) -> None:
+    monkeypatch.setattr(roles, "need_packages", lambda *names: None)
+    file = write_job(tmp_path).rename(tmp_path / "config.yaml")
+    before = file.read_bytes()
+    words = [str(file), f"run.dir={tmp_path}", "weights.transport=relay"]
+    said = refusal(capsys, command, *words, *["--dry-run"] * (command == "slurm"))
+    assert f"{file}: " in said and "run.dir" in said
+    assert file.read_bytes() == before and {path.name for path in tmp_path.iterdir()} == {
+        "config.yaml", "model", "train.jsonl"
+    }  # fmt: skip
+
+
+def test_every_role_of_a_machine_has_a_health_port_of_its_own(config, run, tmp_path, capsys) -> None:
+    assert not any("health_port" in word for spec in role_specs(config, run, {}) for word in spec.argv)
+    probed = msgspec.structs.replace(config, telemetry=TelemetryConfig(health_port=8080))
+    specs = role_specs(probed, run, {})
+    ports = {s.name: [w for w in s.argv if w.startswith("telemetry.")] for s in specs}
+    learner, node = (f"telemetry.health_port={port}" for port in (8081, 8082))
+    assert ports == {"broker": [], "learner": [learner], "node-0": [node]}
+    err = refusal(
+        capsys, "up", str(write_job(tmp_path)), f"run.dir={tmp_path / 'other'}", "telemetry.health_port=65534"
+    )
+    assert "telemetry.health_port" in err and "65533" in err
 
 
 @pytest.mark.parametrize(

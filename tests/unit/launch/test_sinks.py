@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from common.config.observing import TelemetryConfig
 from common.metrics import SftMetrics, StepMetrics
@@ -17,9 +18,11 @@ from common.process.lifecycle import DrainFlag
 from common.process.lock_file import take_lock
 from common.process.run_dir import write_json
 from common.run_reader import line_decoder
+from launch.cli import main
 from launch.sinks import feed as module
 from launch.sinks import process
 from launch.sinks.feed import GROUP_OF, Cursor, Feed, Point
+from launch.up import roles
 from launch.up.up import Job
 from tests.rigs.configs import prepared, refusal, run_cli, write_broker
 from tests.rigs.redis_servers import free_port
@@ -238,6 +241,25 @@ def test_up_refuses_a_tracker_whose_package_is_missing_before_anything_starts(jo
     monkeypatch.setattr(process, "find_spec", lambda name: None)
     assert "telemetry.sinks: wandb" in refusal(capsys, "up", str(job), "telemetry.sinks=[wandb]")
     assert not (job.parent / "run").exists()
+
+
+def test_commands_that_start_no_process_say_how_and_the_learner_of_up_does_not(
+    job, capsys, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(roles, "need_packages", lambda *names: None)
+    monkeypatch.setattr(roles, "become_torchrun", lambda config, run, address: run.prepare(config) or 0)
+    document = yaml.safe_load(job.read_text())
+    tasks = {"dataset": document["tasks"]["dataset"]}
+    warm = {"run": {**document["run"], "dir": str(tmp_path / "warm")}, "model": document["model"], "tasks": tasks}
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(warm))
+
+    def says(command: str, config: str, *words: str) -> bool:
+        assert main([command, config, "telemetry.sinks=[prometheus]", *words]) == 0
+        return "slipstream sinks" in capsys.readouterr().out
+
+    assert says("sft", str(tmp_path / "sft.yaml")) and says("sft", str(tmp_path / "warm" / "config.yaml"))
+    assert says("learner", str(job)) and not says("learner", str(tmp_path / "run" / "config.yaml"))
+    assert says("slurm", str(job), "--dry-run", "weights.transport=relay", f"run.dir={tmp_path / 'slurm'}")
 
 
 def test_a_second_process_is_refused(run, capsys) -> None:

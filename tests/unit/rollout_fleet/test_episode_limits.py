@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from common.config.tasks import LimitsConfig, TasksConfig
+from common.errors import ConfigError
 from common.rollouts import Sample
 from rollout_fleet.environments.description import check_environment
 from rollout_fleet.environments.protocol import Action, Chat, Limits, StepResult
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S
 from tests.unit.rollout_fleet.fleet_fakes import EOS, Base, ScriptedSampler, in_turn, make_driver, say, text_of
 
@@ -112,3 +114,15 @@ def test_the_config_overrides_single_limits_of_the_class() -> None:
     assert limits("Careful") == Careful.LIMITS
     assert limits("Careful", process=False, max_concurrent=4) == Limits(step_s=3.0, cpu_s=5, max_concurrent=4)
     assert limits("Base") == Limits()
+
+
+@pytest.mark.parametrize("limit", [{"cpu_s": 9}, {"memory_mib": 64}])
+def test_a_limit_of_processes_is_refused_for_an_environment_without_one(limit: dict[str, int]) -> None:
+    def check(name: str, **process: bool) -> Limits:
+        limits = LimitsConfig(**limit, **process)
+        return check_environment(TasksConfig(environment=f"{__name__}:{name}", dataset="-", limits=limits)).limits
+
+    for name, process in (("Base", {}), ("Careful", {"process": False})):
+        with refused(ConfigError, f"tasks.limits.{next(iter(limit))}", "limits.process"):
+            check(name, **process)
+    assert check("Careful").process and check("Base", process=True).process

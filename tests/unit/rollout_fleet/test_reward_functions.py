@@ -37,6 +37,7 @@ from tests.unit.rollout_fleet.fleet_fakes import (
 )
 
 ROW = {"prompt": "1+1=", "answer": "2"}
+IN_PROCESS = {"process": True, "memory_mib": 2048}
 SOURCE = """
 import asyncio, math, sys
 
@@ -181,7 +182,7 @@ def test_several_rewards_are_weighed_and_named_also_in_processes(folder: Path, p
         {"function": "my_rewards:length", "weight": 0, "name": "characters"},
         {"function": "my_rewards:both", "weight": {"right": -1.0, "short": 0.5}, "name": "shape"},
     ]
-    config = job(folder, rewards, limits={"process": process, "memory_mib": 2048})
+    config = job(folder, rewards, limits=IN_PROCESS if process else {})
     check_rows(config, check_environment(config.tasks), "job.yaml")
     (good, poor), _ = samples(config, "2", "three")
     assert good.metrics == {"right": 3.0, "characters": 1.0, "shape/right": 1.0, "shape/short": 1.0}
@@ -514,7 +515,7 @@ def test_what_is_no_reward_fails_its_sample_alone_with_the_reason(folder: Path, 
 
 @pytest.mark.parametrize("process", [False, True])
 def test_names_that_change_fail_the_sample_that_differs(folder: Path, process: bool) -> None:
-    config = job(folder, "my_rewards:unlucky", limits={"process": process, "memory_mib": 2048})
+    config = job(folder, "my_rewards:unlucky", limits=IN_PROCESS if process else {})
     found, _ = samples(config, "2", "x", "2")
     assert [sample.stop_reason for sample in found] == ["stop", "environment_error", "stop"]
 
@@ -693,7 +694,7 @@ def test_expressions_are_compared_and_code_runs_on_the_thread_and_within_an_epis
 ) -> None:
     rewards = [{"function": "math_verify"}, {"function": "code"}]
     row = {"prompt": "?", "answer": "\\frac{1}{2}", "tests": "assert True"}
-    config = job(folder, rewards, [row], limits={"process": process, "memory_mib": 2048})
+    config = job(folder, rewards, [row], limits=IN_PROCESS if process else {})
     ended = threading.Event()
     others = [threading.Thread(target=ended.wait) for _ in range(2 * MOST_PROCESSES)]
     for thread in others:  # the user has more processes than an episode may have

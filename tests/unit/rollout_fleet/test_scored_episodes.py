@@ -83,7 +83,7 @@ def test_scorers_and_functions_are_summed_also_when_functions_have_processes(
     tmp_path: Path, server: JudgeServer, process: bool
 ) -> None:
     rewards = [{"function": "exact_match", "weight": 2.0}, {"scorer": "judge", "weight": 0.5, "name": "style"}]
-    limits = {"limits": {"process": process, "memory_mib": 2048}}
+    limits = {"limits": {"process": True, "memory_mib": 2048} if process else {}}
     right, again, wrong = samples(job(tmp_path, server, rewards, tasks=limits), "2", "2", "three")
     assert [sample.error for sample in (right, again, wrong)] == [None] * 3
     assert (right.reward, wrong.reward) == (2.0 + 0.5 * 1, 0.5 * 5)
