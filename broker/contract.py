@@ -21,6 +21,7 @@ States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> c
   `fail` under a current token tells. `filtered`, `regenerated`: `sampled_tokens` and `generation_s` of the group, once.
   A node that comes again under its id goes on counting; what nodes that left had lost stays in the totals.
 - A store (what a broker remembers, in memory or on a disk) has a random `store_id` from its making to its end.
+- A run has a random `run_id` for good, in its folder. A node that joined another run is refused whatever it asks.
 - A learner repeats how far the log went when it was last told something. A broker whose log does not go so far, or is
   another one, refuses every request of that learner until it attaches again.
 """
@@ -59,6 +60,7 @@ class RunInfo(msgspec.Struct, frozen=True):
     max_lease_s: float = 3600.0  # no heartbeat renews a lease beyond this
     trace: bool = False  # whether the broker takes the nodes' spans
     memory_bytes: int = 0  # so much of `max_bytes` is in memory, and the rest only in the store; 0: all of it
+    run_id: str = ""  # RunDir.id; '' from a broker of an earlier release
 
 
 class WeightRequest(msgspec.Struct, frozen=True):
@@ -335,6 +337,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     pool: Text = ""  # eval: it takes held-out problems only
     evaluation_tokens: Tally = 0  # sampled for held-out problems; `tokens_generated` is without them
     instance: Text = ""  # random, one per process: a restarted container has the host and the pid of its predecessor
+    run_id: Text = ""  # RunInfo.run_id of the broker that it joined first; '' before that, or from an earlier release
     former_wait: Text = msgspec.field(default="", name="waiting_on")  # a sentence, from a release without `wait`
 
     @property

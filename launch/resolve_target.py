@@ -17,7 +17,7 @@ from common.config.network_checks import fixed_address, is_redis, split_address
 from common.config.schema import BaseConfig, Config, Reader
 from common.errors import ConfigError, UsageError, of_source
 from common.json_lines import EventFile
-from common.process.run_dir import CHANGEABLE, OF_A_MACHINE, RunDir, other_values
+from common.process.run_dir import CHANGEABLE, OF_A_MACHINE, RunDir, changeable, other_values
 from learner.loss import plugins
 
 
@@ -178,7 +178,7 @@ def check_same_job(config: BaseConfig, file: str, data: bytes, address: str) -> 
     job = resolve_paths(handed_out(data, address))
     if type(job) is not type(config):
         raise UsageError(f"{file} is {config.kind}, and the broker at {address} serves {job.kind}")
-    others = other_values(job, config, CHANGEABLE + OF_A_MACHINE)
+    others = other_values(job, config, (*CHANGEABLE, *changeable(config), *OF_A_MACHINE))
     differing = [f"{key} is {ours!r} in {file} and {theirs!r} there" for key, theirs, ours in others]
     if differing:
         raise UsageError(f"the broker at {address} serves another job: {'; '.join(differing[:3])}")

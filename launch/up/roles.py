@@ -112,7 +112,8 @@ def rollout(args: argparse.Namespace) -> int:
     check_devices(config.rollout.engine.devices, "rollout.engine.tensor_parallel x pipeline_parallel")
     if args.config is not None:
         run.check_agrees(config)
-        address, _ = answering_broker(args, config, run)
+        address, status = answering_broker(args, config, run)
+        check_same_job(config, args.config, status.run.config, address)
     node_id = own_node_id(config.broker.credentials, args.node_id or f"{socket.gethostname()}-{os.getpid()}")
     setup_logging("rollout", node_id, run.logs, config.telemetry.log_level)
     os.environ.update(thread_environment(config.rollout.threads))

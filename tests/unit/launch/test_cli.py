@@ -20,7 +20,7 @@ from launch.cli import COMMANDS, GROUPS, main, parse
 from launch.resolve_target import load_job
 from launch.up import ranks
 from launch.up.roles import role_command
-from tests.rigs.configs import HEAVY, imported_by, refusal, run_cli
+from tests.rigs.configs import HEAVY, imported_by, living_broker, refusal, run_cli
 from tests.rigs.processes import ROOT
 from tests.rigs.redis_servers import free_port
 from tests.rigs.waiting import LIMIT_S
@@ -153,6 +153,27 @@ def test_a_node_without_a_job_waits_a_bounded_time_and_says_why(job, capsys):
     assert address in refusal(capsys, "rollout", "--join", address, "--join-timeout-s", "0.5")
     assert "broker.json" in refusal(capsys, "rollout", str(job), "--join-timeout-s", "0.3")
     assert "--join" in refusal(capsys, "rollout")
+
+
+def test_a_node_of_a_config_joins_no_other_job_and_may_differ_where_its_machine_does(job, capsys, monkeypatch):
+    started = []
+    for name in ("setup_logging", "keep_gloo_here", "use_for_weights"):
+        monkeypatch.setattr(f"launch.up.roles.{name}", lambda *_: None)
+    monkeypatch.setattr("launch.up.roles.thread_environment", lambda _: {})
+    monkeypatch.setattr("rollout_fleet.main.run_node", lambda config, address, *_: started.append(address) or 0)
+    folder = job.parent
+    served, _ = load_job(str(job), [f"run.dir={folder / 'elsewhere'}"])
+    RunDir.of(served).prepare(served)
+    with living_broker(served) as server:
+        address = f"broker.address={server.address}"
+        said = refusal(capsys, "rollout", str(job), address, "rollout.temperature=0.7")
+        assert all(fact in said for fact in ("rollout.temperature", "0.7", "1.0", str(job), server.address))
+        assert "run.name" in refusal(capsys, "rollout", str(job), "--join", server.address, "run.name=b")
+        assert not started
+        (folder / "model").rename(folder / "copy")
+        own = [f"model.path={folder / 'copy'}", "rollout.concurrency=9", f"tasks.limits.python={sys.executable}"]
+        assert main(["rollout", str(job), address, *own]) == 0
+    assert started == [server.address]
 
 
 @pytest.mark.parametrize(
