@@ -31,18 +31,6 @@ class NodeRules:
         self._problems = state.evaluation
         self._events = state.event_log
 
-    def check_run(self, run_id: str) -> None:
-        """Run before every request of a node. Raises BrokerError for one that has joined another run.
-
-        Another run's broker may listen at the address of the node's own, which has ended.
-        """
-        run = self._run
-        if run_id and run.run_id and run_id != run.run_id:
-            serves = f"the broker at this address serves the run {run.name!r} of {run.run_dir}, id {run.run_id}"
-            raise BrokerError(
-                f"{serves}; this node belongs to the run with id {run_id}: start it again to join this one"
-            )
-
     def register(self, report: NodeReport) -> RunInfo:
         """Add a node, whose new process loses the leases of the old one. Raises BrokerError beyond MOST_NODES."""
         old = self._fleet.nodes.get(report.node_id)

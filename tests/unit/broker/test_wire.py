@@ -147,12 +147,13 @@ def test_golden_bytes_of_a_learners_report_do_not_change_and_one_without_alarms_
         b"\xb2deliveries_waiting\x00\xa4host\xa1h"
     )
     tail = b"\xa3log\xc0\xa8log_rank\xff"
-    report = LearnerReport(5, 1, "waiting", 3, host="h", alarms=["loss"], paused="loss")
+    report = LearnerReport(5, 1, "waiting", 3, host="h", alarms=["loss"], paused="loss", run_id="r")
     request = wire.Report(id=7, report=report)
-    new = b"\xa6alarms\x91\xa4loss\xa6paused\xa4loss\xaawaiting_on\xa0"
-    golden = head + b"\xde\x00\x11" + former + new + tail
+    new = b"\xa6alarms\x91\xa4loss\xa6paused\xa4loss\xa6run_id\xa1r\xaawaiting_on\xa0"
+    golden = head + b"\xde\x00\x12" + former + new + tail
     assert (wire.encode(request), wire.decode_request(golden, 0)) == (golden, request)
-    earlier = wire.Report(id=7, report=msgspec.structs.replace(report, alarms=[], paused="", former_wait="disk"))
+    unset: dict[str, Any] = {"alarms": [], "paused": "", "run_id": ""}
+    earlier = wire.Report(id=7, report=msgspec.structs.replace(report, **unset, former_wait="disk"))
     former = former.replace(b"\xa4wait\x80", b"\xaawaiting_on\xa4disk")  # a release whose waits were sentences
     assert wire.decode_request(without_position(head + b"\x8e" + former + tail), 0) == earlier
     assert earlier.report.waiting_on == "disk"

@@ -176,6 +176,28 @@ def test_a_node_of_a_config_joins_no_other_job_and_may_differ_where_its_machine_
     assert started == [server.address]
 
 
+def test_a_learner_joins_no_other_job_and_no_other_run_and_waits_for_a_broker_that_is_late(job, capsys, monkeypatch):
+    started = []
+    monkeypatch.setattr("launch.up.roles.become_torchrun", lambda config, *_: started.append(config.run.dir) or 0)
+    monkeypatch.setattr("launch.up.roles.need_packages", lambda *_: None)
+    folder = job.parent
+    served, theirs = load_job(str(job), [f"run.dir={folder / 'elsewhere'}"])
+    theirs.prepare(served)
+    run = RunDir(folder / "run")
+    with living_broker(served, run_id=theirs.identify()) as server:
+        words = ["learner", str(job), f"broker.address={server.address}"]
+        said = refusal(capsys, *words, "learner.optimizer.lr=0.5")
+        assert all(fact in said for fact in ("learner.optimizer.lr", "0.5", str(job), server.address))
+        assert main(words) == 0, "its folder is of this machine alone: no broker has run there"
+        own = run.identify()
+        said = refusal(capsys, *words)
+        assert all(fact in said for fact in ("run.dir", own, theirs.run_id, str(run.run_id_file), server.address))
+        assert main([*words, f"run.dir={theirs.path}"]) == 0
+        address = server.address
+    assert main(["learner", str(job), f"broker.address={address}", "--join-timeout-s", "0.2"]) == 0
+    assert started == [str(run.path), str(theirs.path), str(run.path)]
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
