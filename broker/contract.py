@@ -21,6 +21,8 @@ States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> c
   `fail` under a current token tells. `filtered`, `regenerated`: `sampled_tokens` and `generation_s` of the group, once.
   A node that comes again under its id goes on counting; what nodes that left had lost stays in the totals.
 - A store (what a broker remembers, in memory or on a disk) has a random `store_id` from its making to its end.
+- A run has a random `run_id` for good, in its folder. A node that joined another run is refused whatever it asks, and
+  so is the report of a learner whose folder is another run's.
 - A learner repeats how far the log went when it was last told something. A broker whose log does not go so far, or is
   another one, refuses every request of that learner until it attaches again.
 """
@@ -32,6 +34,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from common.errors import BrokerError
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import GroupMeta, Task
 from common.staleness import Window
@@ -59,6 +62,16 @@ class RunInfo(msgspec.Struct, frozen=True):
     max_lease_s: float = 3600.0  # no heartbeat renews a lease beyond this
     trace: bool = False  # whether the broker takes the nodes' spans
     memory_bytes: int = 0  # so much of `max_bytes` is in memory, and the rest only in the store; 0: all of it
+    run_id: str = ""  # as in RUN/run_id; '' from a broker of an earlier release
+
+    def check_member(self, run_id: str, who: str) -> None:
+        """Raise BrokerError when a node or learner belongs to the run `run_id`, and that is another one.
+
+        This broker may listen at the address of that run's broker, which has ended or never got the address.
+        """
+        if run_id and self.run_id and run_id != self.run_id:
+            serves = f"the broker at this address serves the run {self.name!r} of {self.run_dir}, id {self.run_id}"
+            raise BrokerError(f"{serves}; this {who} belongs to the run with id {run_id}")
 
 
 class WeightRequest(msgspec.Struct, frozen=True):
@@ -178,6 +191,7 @@ class LearnerReport(msgspec.Struct, frozen=True):
     host: Text = ""  # the lead rank's machine
     alarms: Annotated[list[Text], Meta(max_length=64)] = []  # sentences of watch rules whose metric is not well
     paused: Text = ""  # the sentence of the rule that keeps new versions from the nodes
+    run_id: Text = ""  # in its RUN/run_id; '' where it has none
     former_wait: Text = msgspec.field(default="", name="waiting_on")  # a sentence, from a release without `wait`
 
     @property
@@ -335,6 +349,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     pool: Text = ""  # eval: it takes held-out problems only
     evaluation_tokens: Tally = 0  # sampled for held-out problems; `tokens_generated` is without them
     instance: Text = ""  # random, one per process: a restarted container has the host and the pid of its predecessor
+    run_id: Text = ""  # RunInfo.run_id of the broker that it joined first; '' before that, or from an earlier release
     former_wait: Text = msgspec.field(default="", name="waiting_on")  # a sentence, from a release without `wait`
 
     @property

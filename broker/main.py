@@ -70,13 +70,13 @@ def run_broker(config: Config, config_json: bytes) -> int:
 
     The broker continues the store's state (docs/delivery.md). A broker that loses the lead stands by again.
     Raises UsageError when the address is refused or in use, this run has a living broker, or its store is damaged.
-    Raises StoreFailed when the store refuses what has to be kept.
+    Raises as `RunDir.identify`, and StoreFailed when the store refuses what has to be kept.
     """
     raise_open_files()
     keep_freed_memory(one_heap=True)
     run_dir = Path(config.run.dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    run = run_info(config, config_json)
+    run = run_info(config, config_json, RunDir(run_dir).identify())
     signs = BrokerSigns()
     with serving_health(config.telemetry.health_port, signs, config.broker.credentials):
         if config.broker.store == "file":
@@ -166,7 +166,7 @@ def lead(
     logger.info("broker of run %s has stopped", config.run.name)
 
 
-def run_info(config: Config, config_json: bytes) -> RunInfo:
+def run_info(config: Config, config_json: bytes, run_id: str = "") -> RunInfo:
     return RunInfo(
         name=config.run.name,
         run_dir=str(Path(config.run.dir).resolve()),
@@ -179,6 +179,7 @@ def run_info(config: Config, config_json: bytes) -> RunInfo:
         max_lease_s=config.broker.max_lease_s,
         trace=config.telemetry.trace_mib > 0,
         memory_bytes=config.broker.memory_bytes if config.broker.durability != "memory" else 0,
+        run_id=run_id,
     )
 
 

@@ -166,6 +166,11 @@ class NodeRequest(Request[R], Generic[R], frozen=True, kw_only=True):
         """The node id that the request speaks for."""
         return None
 
+    @property
+    def run(self) -> str:
+        """The run_id of the run that the node belongs to; '' while it does not say."""
+        return ""
+
 
 class NodeReportRequest(NodeRequest[R], Generic[R], frozen=True, kw_only=True):
     report: contract.NodeReport
@@ -174,13 +179,22 @@ class NodeReportRequest(NodeRequest[R], Generic[R], frozen=True, kw_only=True):
     def node(self) -> str | None:
         return self.report.node_id
 
+    @property
+    def run(self) -> str:
+        return self.report.run_id
+
 
 class NamedNodeRequest(NodeRequest[R], Generic[R], frozen=True, kw_only=True):
     node_id: Name
+    run_id: Text = ""  # as NodeReport's
 
     @property
     def node(self) -> str | None:
         return self.node_id
+
+    @property
+    def run(self) -> str:
+        return self.run_id
 
 
 class Register(NodeReportRequest[contract.RunInfo], frozen=True, kw_only=True, tag="register"):

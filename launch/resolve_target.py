@@ -11,13 +11,14 @@ from typing import Any
 import msgspec
 
 from broker.client.connect import ask_status
+from broker.contract import RunInfo
 from common.config.checks import C, downloaded, resolve_paths
 from common.config.loading import Document, build_config, kind_of, load_config, load_either
 from common.config.network_checks import fixed_address, is_redis, split_address
 from common.config.schema import BaseConfig, Config, Reader
 from common.errors import ConfigError, UsageError, of_source
 from common.json_lines import EventFile
-from common.process.run_dir import CHANGEABLE, OF_A_MACHINE, RunDir, other_values
+from common.process.run_dir import CHANGEABLE, OF_A_MACHINE, RunDir, changeable, other_values
 from learner.loss import plugins
 
 
@@ -173,15 +174,23 @@ def any_config_of(run: RunDir) -> BaseConfig | None:
     return load_either(run.config) if run.config.exists() else None
 
 
-def check_same_job(config: BaseConfig, file: str, data: bytes, address: str) -> None:
-    """Raise UsageError, naming the keys, when `config` computes something else than the job of the broker."""
-    job = resolve_paths(handed_out(data, address))
+def check_same_job(config: BaseConfig, file: str, served: RunInfo, address: str) -> None:
+    """Raise UsageError, naming the keys, when `config` computes something else than the job of the broker.
+
+    Also when its run.dir is the folder of another run with the same config.
+    """
+    job = resolve_paths(handed_out(served.config, address))
     if type(job) is not type(config):
         raise UsageError(f"{file} is {config.kind}, and the broker at {address} serves {job.kind}")
-    others = other_values(job, config, CHANGEABLE + OF_A_MACHINE)
+    others = other_values(job, config, (*CHANGEABLE, *changeable(config), *OF_A_MACHINE))
     differing = [f"{key} is {ours!r} in {file} and {theirs!r} there" for key, theirs, ours in others]
     if differing:
         raise UsageError(f"the broker at {address} serves another job: {'; '.join(differing[:3])}")
+    run = RunDir(config.run.dir)
+    if run.run_id and served.run_id not in ("", run.run_id):
+        theirs = f"the broker at {address} serves the run of {served.run_dir}, id {served.run_id}"
+        hint = f"If that broker continues this run, remove {run.run_id_file}"
+        raise UsageError(f"run.dir: {theirs}; {run.path} has the run with id {run.run_id}. {hint}")
 
 
 def joined_config(data: bytes, address: str, overrides: Sequence[str]) -> Config:

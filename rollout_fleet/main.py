@@ -165,6 +165,7 @@ async def _register(broker: NodeBroker, status: NodeStatusTracker, address: str)
     except (BrokerUnreachable, TimeoutError) as error:
         reason = str(error) or f"no answer within {JOIN_WAIT_S:g} s"
         raise UsageError(f"cannot join a job at {address}: {reason}; is its broker running?") from error
+    status.belongs_to(run.run_id)
     status.joining.reached("registered")
     logger.info("node %s joined job %r at %s", status.node_id, run.name, address)
 

@@ -162,11 +162,16 @@ class LearnerBroker(ObserverBroker):
 
 
 class NodeBroker(ABC):
-    """A node's calls, for the event loop that makes the first one."""
+    """A node's calls, for the event loop that makes the first one. After `register` each of them names the run."""
+
+    _run_id = ""  # that of the broker that answered `register`
 
     @abstractmethod
     async def ask(self, request: wire.Request[R], wait_s: float = 0.0, payload: bytes | None = None) -> R:
         """The answer to a request, which `payload` follows and for which the broker may wait `wait_s`."""
+
+    def _sender(self, node_id: str) -> dict[str, Any]:
+        return {"node_id": node_id, "run_id": self._run_id}
 
     @property
     def lease_piece_s(self) -> float:
@@ -184,7 +189,9 @@ class NodeBroker(ABC):
         await self.close()
 
     async def register(self, report: NodeReport) -> contract.RunInfo:
-        return await self.ask(wire.Register(report=report))
+        run = await self.ask(wire.Register(report=report))
+        self._run_id = run.run_id
+        return run
 
     async def lease(self, node_id: str, version: int, max_groups: int, wait_s: float) -> list[contract.Lease]:
         """Up to `max_groups` oldest admissible tasks; waits at most `wait_s` for the first.
@@ -196,8 +203,8 @@ class NodeBroker(ABC):
         while True:
             left_s = max(0.0, end - time.monotonic())
             piece_s = min(left_s, self.lease_piece_s)
-            request = wire.AskLease(node_id=node_id, version=version, max_groups=max_groups, wait_s=piece_s)
-            leases = await self.ask(request, piece_s)
+            told: dict[str, Any] = {"version": version, "max_groups": max_groups, "wait_s": piece_s}
+            leases = await self.ask(wire.AskLease(**self._sender(node_id), **told), piece_s)
             if leases or left_s <= piece_s:
                 return leases
 
@@ -212,11 +219,11 @@ class NodeBroker(ABC):
 
         Raises BrokerError also when the payload is larger than the broker takes; `fail` the lease then.
         """
-        return await self.ask(wire.Complete(node_id=node_id, token=token, meta=meta), payload=payload)
+        return await self.ask(wire.Complete(**self._sender(node_id), token=token, meta=meta), payload=payload)
 
     async def complete_evaluation(self, node_id: str, token: str, result: EvaluationResult) -> bool:
         """Hand in the samples of a held-out problem; False when the token is no longer current."""
-        return await self.ask(wire.CompleteEvaluation(node_id=node_id, token=token, result=result))
+        return await self.ask(wire.CompleteEvaluation(**self._sender(node_id), token=token, result=result))
 
     async def fail(
         self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0, transcript: bytes = b""
@@ -226,12 +233,12 @@ class NodeBroker(ABC):
         `transcript`: JSON of a Transcript of its longest sample, at most FAILED_BYTES; best effort.
         """
         cost: dict[str, Any] = {"tokens": tokens, "seconds": seconds, "transcript": transcript}
-        await self.ask(wire.Fail(node_id=node_id, token=token, reason=reason[: wire.MAX_REASON_CHARS], **cost))
+        await self.ask(wire.Fail(**self._sender(node_id), token=token, reason=reason[: wire.MAX_REASON_CHARS], **cost))
 
     async def release(self, node_id: str, tokens: list[str]) -> None:
         """Return leases without counting an attempt (drain)."""
-        await self.ask(wire.Release(node_id=node_id, tokens=tokens))
+        await self.ask(wire.Release(**self._sender(node_id), tokens=tokens))
 
     async def leave(self, node_id: str) -> None:
         """Leave the run; leases go back without counting an attempt."""
-        await self.ask(wire.Leave(node_id=node_id))
+        await self.ask(wire.Leave(**self._sender(node_id)))

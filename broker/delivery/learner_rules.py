@@ -53,7 +53,11 @@ class LearnerRules:
         return Attached(self._tasks.next_serial, state.store_id, state.committed_step, list(state.weight_changes))
 
     def report(self, report: LearnerReport, log: str | None = None, log_rank: int = -1) -> HeartbeatReply | None:
-        """Keep a report. Raises BrokerError for a replaced learner, or while another of its incarnation is alive."""
+        """Keep a report.
+
+        Raises BrokerError for another run's learner or a replaced one, or while another of its incarnation is alive.
+        """
+        self._state.run.check_member(report.run_id, "learner")
         self._record.check_report(report, self._state.clock())
         before = self._record.report
         if before is None or lasting(before) != lasting(report):

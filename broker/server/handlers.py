@@ -57,6 +57,7 @@ class Answers:
                 reply = self._to_learner(request)
                 return msgspec.structs.replace(reply, position=self._state.position) if request.promised else reply
             case wire.NodeRequest():
+                self._state.run.check_member(request.run, "node")
                 return self._to_node(request, payload)
             case wire.Gather():
                 return _answer(request, self.learner.gather(request.report, request.log, request.log_rank))

@@ -42,7 +42,7 @@ CHANGEABLE = (
 # May differ between the machines of a job.
 OF_A_MACHINE = (
     "learner.machines", "learner.interface", "model.path", "tasks.dataset", "tasks.sources.*.dataset",
-    "learner.loss.reference", "learner.critic.path",
+    "learner.loss.reference", "learner.critic.path", "tasks.limits.python",
 )  # fmt: skip
 
 
@@ -86,6 +86,7 @@ class RunDir:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
         self.run_json = self.path / "run.json"
+        self.run_id_file = self.path / "run_id"  # a learner with a folder of its own has none
         self.broker_json = self.path / "broker.json"
         self.recovering = self.path / "broker.recovering"  # exists while the broker reads the run's store
         self.status_json = self.path / "status.json"
@@ -129,6 +130,39 @@ class RunDir:
         except (OSError, ValueError):
             return None
 
+    @property
+    def run_id(self) -> str:
+        """The id that `identify` made; '' where none has. Raises UsageError when it cannot be read."""
+        try:
+            return self.run_id_file.read_text("ascii")
+        except FileNotFoundError:
+            return ""
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"run.dir: {self.run_id_file} cannot be read: {error}") from error
+
+    def identify(self) -> str:
+        """The run's random id, which its first broker makes here and every later one repeats, with whichever store.
+
+        Raises UsageError when it cannot be read or written, DiskFull when the disk is full.
+        """
+        if known := self.run_id:
+            return known
+        own = self.run_id_file.with_name(f".{self.run_id_file.name}.{secrets.token_hex(8)}")
+        try:
+            write_atomic(own, secrets.token_hex(8).encode())
+            try:
+                os.link(own, self.run_id_file)  # brokers that stand by may start at the same time: one of them makes it
+            except FileExistsError:
+                pass
+            except OSError:  # this file system has no hard links
+                os.replace(own, self.run_id_file)
+            finally:
+                own.unlink(missing_ok=True)
+            files.sync(self.path)
+        except OSError as error:
+            raise unwritable("run.dir", self.path, error) from error
+        return self.run_id
+
     def prepare(self, config: BaseConfig) -> None:
         """Create the folder and write the resolved config.yaml and run.json.
 
@@ -156,11 +190,11 @@ class RunDir:
 
     def check_agrees(self, config: BaseConfig) -> None:
         """Raise OtherRun when RUN/config.yaml computes something else than `config`."""
-        _check_same(self.config, config, "run.dir", _changeable(config))
+        _check_same(self.config, config, "run.dir", changeable(config))
 
     def check_checkpoints(self, config: BaseConfig) -> None:
         """Raise OtherRun when the folder of checkpoints is another run's: learner.checkpoint.dir may name any."""
-        may_differ = (*_changeable(config), *OF_A_MACHINE)
+        may_differ = (*changeable(config), *OF_A_MACHINE)
         other = RunDir(self.checkpoints.parent)
         _check_same(self._label, config, "learner.checkpoint.dir", may_differ)
         if other.run_json.exists() and other.checkpoints == self.checkpoints:
@@ -208,7 +242,7 @@ def running_broker(run: RunDir) -> str | None:
     return file.address if file is not None and file.runs_here else None
 
 
-def _changeable(config: BaseConfig) -> tuple[str, ...]:
+def changeable(config: BaseConfig) -> tuple[str, ...]:
     """CHANGEABLE, for this kind of run: the evaluation of a warm start decides which rows are trained."""
     if config.rl is None:
         return tuple(key for key in CHANGEABLE if key != "evaluation")

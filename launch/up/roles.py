@@ -11,11 +11,11 @@ from typing import TextIO
 
 import msgspec
 
-from broker.client.connect import ask_status
+from broker.client.connect import ask_status, connect_observer
 from broker.contract import BrokerStatus
 from common.config.checks import downloaded
 from common.config.loading import load_config, load_either
-from common.config.network_checks import split_address
+from common.config.network_checks import fixed_address, split_address
 from common.config.schema import BaseConfig, SftConfig
 from common.errors import BrokerUnreachable, ConfigError, UsageError, meant
 from common.process.install import need_packages
@@ -97,10 +97,26 @@ def run_ranks(args: argparse.Namespace, config: BaseConfig, run: RunDir, address
     if config.rl is None or args.config is None or Path(args.config).resolve() != run.config.resolve():
         by_hand(config, run)  # `up` gives its learner RUN/config.yaml, and `slurm` has said it
     if config.learner.machines == 1:
+        check_served(args, config, address or fixed_address(config))
         return become_torchrun(config, run, address)
     address, status = answering_broker(args, config, run)
-    check_same_job(config, args.config or "this machine", status.run.config, address)
+    check_same_job(config, args.config or "this machine", status.run, address)
     return run_machine(config, run, address)
+
+
+def check_served(args: argparse.Namespace, config: BaseConfig, address: str | None) -> None:
+    """Raise UsageError when the broker at an address that no run folder gave serves another job.
+
+    Without an answer the lead rank asks again, and says in the end that no broker is there.
+    """
+    if config.rl is None or not address:
+        return
+    try:
+        with connect_observer(address, args.join_timeout_s, config.broker.credentials) as client:
+            served = client.status().run
+    except BrokerUnreachable:
+        return
+    check_same_job(config, args.config or "this machine", served, address)
 
 
 def rollout(args: argparse.Namespace) -> int:
@@ -112,7 +128,8 @@ def rollout(args: argparse.Namespace) -> int:
     check_devices(config.rollout.engine.devices, "rollout.engine.tensor_parallel x pipeline_parallel")
     if args.config is not None:
         run.check_agrees(config)
-        address, _ = answering_broker(args, config, run)
+        address, status = answering_broker(args, config, run)
+        check_same_job(config, args.config, status.run, address)
     node_id = own_node_id(config.broker.credentials, args.node_id or f"{socket.gethostname()}-{os.getpid()}")
     setup_logging("rollout", node_id, run.logs, config.telemetry.log_level)
     os.environ.update(thread_environment(config.rollout.threads))

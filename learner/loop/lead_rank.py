@@ -287,8 +287,8 @@ def prepare_lead(
     """Become the run's learner, then find where the run stands. The publisher and the reporter are not started.
     The publisher binds `address`; None: weights.address.
 
-    Raises BrokerUnreachable, or BrokerError when the run has a living learner of this incarnation. Raises UsageError
-    when the dataset is not the one that the checkpoint was trained on, or when `weights.transport` cannot work here.
+    Raises as `StatusReporter.take_over` and `RunDir.run_id`. Raises UsageError when the dataset is not the one that the
+    checkpoint was trained on, or when `weights.transport` cannot work here.
     """
     require(config.weights.transport)
     source = task_source(config)
@@ -304,7 +304,7 @@ def prepare_lead(
     if several:  # a learner on another machine may have left its record with the broker
         with connect(access) as client:
             known = before.incarnation if (before := client.status().learner) else -1
-    reporter = StatusReporter(lambda: connect(access), None if several else run_dir.logs)
+    reporter = StatusReporter(lambda: connect(access), None if several else run_dir.logs, run_dir.run_id)
     state = files.start(source.digest, reporter.take_over, known)
     reporter.resume(state)
     reporter.set("starting", WaitFor(WaitKind.MODEL))

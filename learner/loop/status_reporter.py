@@ -30,14 +30,17 @@ SHOWN_DELIVERIES = 16
 class StatusReporter:
     """Sends the newest LearnerReport about once a second and at every change of state."""
 
-    def __init__(self, connect: Callable[[], LearnerBroker], logs: Path | None) -> None:
-        """`logs`: the folder of the ranks' logs, whose ends the broker may ask for; None: the launchers send them."""
+    def __init__(self, connect: Callable[[], LearnerBroker], logs: Path | None, run_id: str = "") -> None:
+        """`logs`: the folder of the ranks' logs, whose ends the broker may ask for; None: the launchers send them.
+
+        `run_id`: as RunDir's; a broker of another run refuses the reports.
+        """
         self._connect = connect
         self._logs = logs
         self.stop_requested: str | None = None  # why the broker wants this learner to leave
         host = socket.gethostname()
         instance = secrets.token_hex(8)
-        self._report = LearnerReport(os.getpid(), 0, "starting", 0, instance=instance, host=host)
+        self._report = LearnerReport(os.getpid(), 0, "starting", 0, instance=instance, host=host, run_id=run_id)
         self._silence = ""
         self._silent_since = 0.0
         self._undelivered: Callable[[], Sequence[Undelivered]] = tuple
@@ -50,7 +53,8 @@ class StatusReporter:
     def take_over(self, incarnation: int, state: TrainerState) -> None:
         """Claim the role: from now on the broker refuses the requests of any other learner. `state`: known so far.
 
-        Raises BrokerUnreachable, or BrokerError when another process of this or a later incarnation has come.
+        Raises BrokerUnreachable. Raises BrokerError when another process of this or a later incarnation has come, or
+        when the broker serves another run.
         """
         self.update(incarnation=incarnation)
         self.resume(state)

@@ -51,6 +51,11 @@ class NodeStatusTracker:
         self._rate_at = clock()
         self._rate_tokens = 0
 
+    def belongs_to(self, run_id: str) -> None:
+        """The node has joined this run, and says so from now on: another run's broker then refuses it."""
+        with self._lock:
+            self._report = replace(self._report, run_id=run_id)
+
     def show(self, state: str, wait: WaitFor = NO_WAIT) -> None:
         """Set the state and what it waits for; the clock of a state runs on while it stays the same."""
         with self._lock:

@@ -124,7 +124,7 @@ def tasks(*serials: int) -> list[Task]:
     return [Task(serial=s, problem=b"{}", seed=s, group_size=4) for s in serials]
 
 
-def run_info(**facts: float) -> RunInfo:
+def run_info(**facts: Any) -> RunInfo:
     return brokers.run_info(groups_per_step=GROUPS_PER_STEP, max_attempts=2, config=b'{"a": 1}', **facts)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Backend]]:
     with asyncio.Runner() as runner:
         started: list[Iterator[Backend]] = []
 
-        def factory(**facts: float) -> Backend:
+        def factory(**facts: Any) -> Backend:
             started.append(BACKENDS[request.param](run_info(**facts), runner))
             return next(started[-1])
 

@@ -61,6 +61,25 @@ def test_a_replaced_learner_is_fenced(backend: Backend, same: bool) -> None:
     assert successor.offer(tasks(0)) == 1
 
 
+def test_a_learner_of_another_run_takes_nothing_over_and_commits_nothing(make: Callable[..., Backend]) -> None:
+    """It has resumed once more than this run's learner. Its broker was refused the address that both configs name."""
+    backend = make(run_id="a")
+    report = learner_report(instance="a")
+    backend.learner.attach(report)
+    backend.fill(4)
+    assert len(backend.learner.take(0, 2, 0.0) or ()) == 2
+    before = [entry.state for entry in backend.learner.ledger()]
+    other = backend.new_learner()
+    later = msgspec.structs.replace(report, incarnation=report.incarnation + 1, instance="b", run_id="b", step=50)
+    for action in (other.report, other.attach):
+        with refused(BrokerError, "'test' of /nowhere, id a", "id b"):
+            action(later)
+    assert backend.learner.status().learner == report
+    assert [entry.state for entry in backend.learner.ledger()] == before
+    backend.learner.report(msgspec.structs.replace(report, run_id="a"))
+    backend.learner.attach(msgspec.structs.replace(report, run_id=""))
+
+
 def test_of_two_learners_with_one_incarnation_the_second_is_refused_until_the_first_is_lost(backend: Backend) -> None:
     status = backend.learner.status()
     assert (status.learner, status.learner_last_seen_s) == (None, 0.0)

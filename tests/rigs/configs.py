@@ -135,10 +135,10 @@ def write_broker(run: RunDir, pid: int | None = None, address: str = "ipc:///nob
 
 @contextmanager
 def living_broker(
-    config: Config, credentials: str | None = None, handed_out: bytes | None = None
+    config: Config, credentials: str | None = None, handed_out: bytes | None = None, run_id: str = ""
 ) -> Iterator[BrokerServer]:
     """A real broker on a thread, found through RUN/broker.json; `handed_out` takes the place of its config."""
-    info = run_info(config, msgspec.json.encode(config) if handed_out is None else handed_out)
+    info = run_info(config, msgspec.json.encode(config) if handed_out is None else handed_out, run_id)
     with serving(state=new_state(info), credentials=credentials) as server:
         write_broker(RunDir(config.run.dir), address=server.address)
         yield server

@@ -89,12 +89,13 @@ def test_off_keeps_none_and_the_folder_is_bounded(state, tmp_path) -> None:
 def test_the_message_carries_it_and_a_longer_one_is_refused() -> None:
     request = wire.Fail(id=7, node_id="n0", token="t", reason="why", tokens=3, seconds=0.5, transcript=b"{}")
     golden = (
-        b"\x89\xa4type\xa4fail\xa2id\x07\xa6schema\x02\xa7node_id\xa2n0\xa5token\xa1t\xa6reason\xa3why\xa6tokens\x03"
-        b"\xa7seconds\xcb?\xe0\x00\x00\x00\x00\x00\x00\xaatranscript\xc4\x02{}"
+        b"\x8a\xa4type\xa4fail\xa2id\x07\xa6schema\x02\xa7node_id\xa2n0\xa6run_id\xa0\xa5token\xa1t\xa6reason\xa3why"
+        b"\xa6tokens\x03\xa7seconds\xcb?\xe0\x00\x00\x00\x00\x00\x00\xaatranscript\xc4\x02{}"
     )
     assert wire.encode(request) == golden
     assert wire.decode_request(golden, 0) == request
-    former = golden.replace(b"\x89\xa4type", b"\x88\xa4type").replace(b"\xaatranscript\xc4\x02{}", b"")
+    former = golden.replace(b"\x8a\xa4type", b"\x88\xa4type").replace(b"\xaatranscript\xc4\x02{}", b"")
+    former = former.replace(b"\xa6run_id\xa0", b"")
     assert wire.decode_request(former, 0) == msgspec.structs.replace(request, transcript=b"")
     long = msgspec.structs.replace(request, transcript=b"a" * (FAILED_BYTES + 1))
     with refused(wire.WireError, FAILED_BYTES):

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import cast
@@ -44,6 +45,20 @@ def test_a_run_directory_tells_where_the_broker_is_and_what_it_saw(tmp_path: Pat
     assert status.learner == LearnerReport(7, 1, "starting", 0)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [e["kind"] for e in events] == ["learner_attached"]
+
+
+@pytest.mark.parametrize("durability", ["memory", "fsync"])
+def test_a_run_keeps_its_id_over_restarts_of_its_broker_and_one_that_starts_over_gets_another(
+    tmp_path: Path, running: Running, durability: str
+) -> None:
+    def served() -> str:
+        with running(job(tmp_path / "run", durability=durability)) as broker, broker.client() as client:
+            return client.status().run.run_id
+
+    first = served()
+    assert served() == first != ""
+    shutil.rmtree(tmp_path / "run")
+    assert served() not in ("", first)
 
 
 def test_a_closed_terminal_stops_the_broker_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,13 @@ import zmq
 from broker import sockets, wire
 from broker.client.connection import AsyncBrokerClient, BrokerClient
 from broker.contract import LearnerReport, Lease
+from broker.delivery.learner_rules import LearnerRules
 from broker.delivery.node_rules import NodeRules
 from broker.server.handlers import LongPolls
 from broker.server.server import BrokerServer
 from broker.sockets import PING_S, SILENT_S
 from common.errors import BrokerError, BrokerUnreachable, UsageError
-from tests.rigs.brokers import MAX_MESSAGE_BYTES, META, ask, dealer, new_state, node_report, serving, tasks
+from tests.rigs.brokers import MAX_MESSAGE_BYTES, META, ask, dealer, new_state, node_report, run_info, serving, tasks
 from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S, until, until_async
 
@@ -94,6 +95,39 @@ async def joined() -> AsyncIterator[tuple[AsyncBrokerClient, str]]:
         async with AsyncBrokerClient(server.address, deadline_s=LIMIT_S) as node:
             await node.register(node_report())
             yield node, server.address
+
+
+async def test_a_node_is_refused_whatever_it_asks_by_another_runs_broker_at_the_address_of_its_own() -> None:
+    """Otherwise it samples that run's tasks with weights of its own run. Both runs have a node of this name."""
+    report = node_report(version=57, run_id="a")
+    other = new_state(run_info(name="other", run_dir="/runs/other", run_id="b"))
+    NodeRules(other).register(node_report(pid=2, run_id="b"))
+    LearnerRules(other).offer(tasks(2))
+    with serving(state=new_state(run_info(run_id="a"))) as server:
+        address = server.address
+        node = AsyncBrokerClient(address, deadline_s=LIMIT_S, retry_s=0.1)
+        assert (await node.register(node_report(version=57))).run_id == "a"
+        waiting = asyncio.create_task(node.lease("n0", 57, 2, LIMIT_S))  # the other broker gets this one again
+        until(lambda: "n0" in server._state.fleet.nodes)
+        await asyncio.sleep(0.1)
+    with serving(address, state=other):
+        async with node, AsyncBrokerClient(address, deadline_s=LIMIT_S) as heartbeats:
+            for asked in (
+                waiting,
+                node.lease("n0", 57, 2, 0.0),
+                node.complete("n0", "t", META, b"group"),
+                node.fail("n0", "t", "it failed", tokens=5),
+                node.release("n0", ["t"]),
+                node.register(report),
+                heartbeats.heartbeat(report, ["t"]),
+                node.leave("n0"),
+            ):
+                with refused(BrokerError, "'other' of /runs/other, id b", "id a"):
+                    await asked
+            assert [entry.state for entry in other.tasks.page(0, False)] == ["pending", "pending"]
+            assert (other.stale_results, other.fleet.waste(), other.fleet.nodes["n0"].report.pid) == (0, {}, 2)
+            async with AsyncBrokerClient(address, deadline_s=LIMIT_S) as newcomer:
+                assert (await newcomer.register(node_report("n1"))).name == "other"
 
 
 def serials(leases: Sequence[Lease]) -> list[int]:

@@ -1,5 +1,7 @@
 """The wire format: what decodes, what is refused and what the refusal names."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -56,13 +58,15 @@ def test_answers_that_do_not_fit_the_request_are_refused() -> None:
 
 
 def test_golden_bytes_of_a_lease_request_do_not_change() -> None:
-    request = wire.AskLease(id=7, node_id="n0", version=3, max_groups=2, wait_s=0.5)
+    request = wire.AskLease(id=7, node_id="n0", run_id="r", version=3, max_groups=2, wait_s=0.5)
     golden = (
-        b"\x87\xa4type\xa5lease\xa2id\x07\xa6schema\x02\xa7node_id\xa2n0\xa7version\x03\xaamax_groups\x02"
-        b"\xa6wait_s\xcb?\xe0\x00\x00\x00\x00\x00\x00"
+        b"\x88\xa4type\xa5lease\xa2id\x07\xa6schema\x02\xa7node_id\xa2n0\xa6run_id\xa1r\xa7version\x03\xaamax_groups"
+        b"\x02\xa6wait_s\xcb?\xe0\x00\x00\x00\x00\x00\x00"
     )
     assert wire.encode(request) == golden
     assert wire.decode_request(golden, 0) == request
+    former = b"\x87" + golden[1:].replace(b"\xa6run_id\xa1r", b"")  # nodes of earlier releases do not name the run
+    assert wire.decode_request(former, 0) == msgspec.structs.replace(request, run_id="")
 
 
 def test_fields_of_a_later_release_are_ignored_and_another_schema_is_refused_by_number() -> None:
@@ -115,8 +119,8 @@ def test_golden_bytes_of_evaluation_do_not_change() -> None:
     result = EvaluationResult(2, [0.5], [5], ["stop"], [""], "e0", 3, 3, 0.5, 0.5)
     complete = wire.CompleteEvaluation(id=8, node_id="e0", token="t", result=result)
     golden = (
-        b"\x86\xa4type\xb3complete_evaluation\xa2id\x08\xa6schema\x02\xa7node_id\xa2e0\xa5token\xa1t\xa6result\x8a\xa7problem"
-        b"\x02\xa7rewards\x91"
+        b"\x87\xa4type\xb3complete_evaluation\xa2id\x08\xa6schema\x02\xa7node_id\xa2e0\xa6run_id\xa0\xa5token\xa1t\xa6result"
+        b"\x8a\xa7problem\x02\xa7rewards\x91"
         + HALF
         + b"\xa7lengths\x91\x05\xacstop_reasons\x91\xa4stop\xa6errors\x91\xa0\xa7node_id\xa2e0"
         b"\xabversion_min\x03\xabversion_max\x03\xa9started_s" + HALF + b"\xa7seconds" + HALF
@@ -143,12 +147,13 @@ def test_golden_bytes_of_a_learners_report_do_not_change_and_one_without_alarms_
         b"\xb2deliveries_waiting\x00\xa4host\xa1h"
     )
     tail = b"\xa3log\xc0\xa8log_rank\xff"
-    report = LearnerReport(5, 1, "waiting", 3, host="h", alarms=["loss"], paused="loss")
+    report = LearnerReport(5, 1, "waiting", 3, host="h", alarms=["loss"], paused="loss", run_id="r")
     request = wire.Report(id=7, report=report)
-    new = b"\xa6alarms\x91\xa4loss\xa6paused\xa4loss\xaawaiting_on\xa0"
-    golden = head + b"\xde\x00\x11" + former + new + tail
+    new = b"\xa6alarms\x91\xa4loss\xa6paused\xa4loss\xa6run_id\xa1r\xaawaiting_on\xa0"
+    golden = head + b"\xde\x00\x12" + former + new + tail
     assert (wire.encode(request), wire.decode_request(golden, 0)) == (golden, request)
-    earlier = wire.Report(id=7, report=msgspec.structs.replace(report, alarms=[], paused="", former_wait="disk"))
+    unset: dict[str, Any] = {"alarms": [], "paused": "", "run_id": ""}
+    earlier = wire.Report(id=7, report=msgspec.structs.replace(report, **unset, former_wait="disk"))
     former = former.replace(b"\xa4wait\x80", b"\xaawaiting_on\xa4disk")  # a release whose waits were sentences
     assert wire.decode_request(without_position(head + b"\x8e" + former + tail), 0) == earlier
     assert earlier.report.waiting_on == "disk"
@@ -186,12 +191,14 @@ def test_golden_bytes_of_a_nodes_report_do_not_change_and_one_of_before_evaluati
     tail = b"\xa6tokens\x90\xa3log\xc0"
     work = GroupWork(4, 2, evaluates=3)
     report = NodeReport("e0", 1, "h", "generating", 3, groups=[work], pool="eval", evaluation_tokens=9, instance="i")
+    report = msgspec.structs.replace(report, run_id="r")
     request = wire.Heartbeat(id=7, report=report, tokens=[])
-    new = b"\xa4pool\xa4eval\xb1evaluation_tokens\x09\xa8instance\xa1i\xaawaiting_on\xa0"
-    golden = head + b"\x1a" + first + b"\x8a" + group + b"\xa9evaluates\x03" + last + new + tail + b"\xa5spans\xc0"
+    new = b"\xa4pool\xa4eval\xb1evaluation_tokens\x09\xa8instance\xa1i\xa6run_id\xa1r\xaawaiting_on\xa0"
+    golden = head + b"\x1b" + first + b"\x8a" + group + b"\xa9evaluates\x03" + last + new + tail + b"\xa5spans\xc0"
     assert (wire.encode(request), wire.decode_request(golden, 0)) == (golden, request)
     former = head.replace(b"\x87", b"\x86", 1) + b"\x16" + first + b"\x89" + group + last + tail
-    report = msgspec.structs.replace(report, groups=[GroupWork(4, 2)], pool="", evaluation_tokens=0, instance="")
+    earlier: dict[str, Any] = {"groups": [GroupWork(4, 2)], "pool": "", "evaluation_tokens": 0}
+    report = msgspec.structs.replace(report, **earlier, instance="", run_id="")
     assert wire.decode_request(former, 0) == msgspec.structs.replace(request, report=report)
 
 

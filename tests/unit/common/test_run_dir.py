@@ -16,6 +16,7 @@ from common.json_lines import LineFile
 from common.process.files import move_aside, replace_folder
 from common.process.run_dir import OtherRun, RunDir, differences, write_atomic, write_json
 from tests.rigs.configs import config_of
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import read_jsonl
 
 
@@ -125,6 +126,31 @@ def test_checkpoints_of_another_run_are_refused_with_the_key(config, tmp_path):
         run.label_checkpoints(first)
     assert str(refused.value).startswith(f"learner.checkpoint.dir: {tmp_path}/file ")
     assert isinstance(refused.value.__cause__, OSError)
+
+
+def test_the_first_broker_gives_the_run_an_id_that_stays(tmp_path, monkeypatch):
+    run, linked = RunDir(tmp_path), os.link
+    assert run.run_id == ""
+    run_of_another = RunDir(tmp_path)
+
+    def later(*names):  # two brokers that stand by see no id, and both make one
+        monkeypatch.setattr("os.link", linked)
+        found.append(run_of_another.identify())
+        linked(*names)
+
+    found = []
+    monkeypatch.setattr("os.link", later)
+    found += [run.identify(), run.identify(), run.run_id]
+    assert len(set(found)) == 1 and len(found[0]) == 16
+    assert os.listdir(tmp_path) == ["run_id"]
+    without_links = RunDir(tmp_path / "other")
+    without_links.path.mkdir()
+    monkeypatch.setattr("os.link", lambda *_: os.open(tmp_path / "no" / "link", os.O_RDONLY))
+    assert without_links.identify() == without_links.run_id not in ("", *found)
+    assert os.listdir(without_links.path) == ["run_id"]
+    run.run_id_file.write_bytes(b"\xff")
+    with refused(UsageError, "run.dir", run.run_id_file):
+        run.identify()
 
 
 def test_differences_are_found_at_every_depth():

@@ -20,7 +20,7 @@ from launch.cli import COMMANDS, GROUPS, main, parse
 from launch.resolve_target import load_job
 from launch.up import ranks
 from launch.up.roles import role_command
-from tests.rigs.configs import HEAVY, imported_by, refusal, run_cli
+from tests.rigs.configs import HEAVY, imported_by, living_broker, refusal, run_cli
 from tests.rigs.processes import ROOT
 from tests.rigs.redis_servers import free_port
 from tests.rigs.waiting import LIMIT_S
@@ -153,6 +153,49 @@ def test_a_node_without_a_job_waits_a_bounded_time_and_says_why(job, capsys):
     assert address in refusal(capsys, "rollout", "--join", address, "--join-timeout-s", "0.5")
     assert "broker.json" in refusal(capsys, "rollout", str(job), "--join-timeout-s", "0.3")
     assert "--join" in refusal(capsys, "rollout")
+
+
+def test_a_node_of_a_config_joins_no_other_job_and_may_differ_where_its_machine_does(job, capsys, monkeypatch):
+    started = []
+    for name in ("setup_logging", "keep_gloo_here", "use_for_weights"):
+        monkeypatch.setattr(f"launch.up.roles.{name}", lambda *_: None)
+    monkeypatch.setattr("launch.up.roles.thread_environment", lambda _: {})
+    monkeypatch.setattr("rollout_fleet.main.run_node", lambda config, address, *_: started.append(address) or 0)
+    folder = job.parent
+    served, _ = load_job(str(job), [f"run.dir={folder / 'elsewhere'}"])
+    RunDir.of(served).prepare(served)
+    with living_broker(served) as server:
+        address = f"broker.address={server.address}"
+        said = refusal(capsys, "rollout", str(job), address, "rollout.temperature=0.7")
+        assert all(fact in said for fact in ("rollout.temperature", "0.7", "1.0", str(job), server.address))
+        assert "run.name" in refusal(capsys, "rollout", str(job), "--join", server.address, "run.name=b")
+        assert not started
+        (folder / "model").rename(folder / "copy")
+        own = [f"model.path={folder / 'copy'}", "rollout.concurrency=9", f"tasks.limits.python={sys.executable}"]
+        assert main(["rollout", str(job), address, *own]) == 0
+    assert started == [server.address]
+
+
+def test_a_learner_joins_no_other_job_and_no_other_run_and_waits_for_a_broker_that_is_late(job, capsys, monkeypatch):
+    started = []
+    monkeypatch.setattr("launch.up.roles.become_torchrun", lambda config, *_: started.append(config.run.dir) or 0)
+    monkeypatch.setattr("launch.up.roles.need_packages", lambda *_: None)
+    folder = job.parent
+    served, theirs = load_job(str(job), [f"run.dir={folder / 'elsewhere'}"])
+    theirs.prepare(served)
+    run = RunDir(folder / "run")
+    with living_broker(served, run_id=theirs.identify()) as server:
+        words = ["learner", str(job), f"broker.address={server.address}"]
+        said = refusal(capsys, *words, "learner.optimizer.lr=0.5")
+        assert all(fact in said for fact in ("learner.optimizer.lr", "0.5", str(job), server.address))
+        assert main(words) == 0, "its folder is of this machine alone: no broker has run there"
+        own = run.identify()
+        said = refusal(capsys, *words)
+        assert all(fact in said for fact in ("run.dir", own, theirs.run_id, str(run.run_id_file), server.address))
+        assert main([*words, f"run.dir={theirs.path}"]) == 0
+        address = server.address
+    assert main(["learner", str(job), f"broker.address={address}", "--join-timeout-s", "0.2"]) == 0
+    assert started == [str(run.path), str(theirs.path), str(run.path)]
 
 
 @pytest.mark.parametrize(

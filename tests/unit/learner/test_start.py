@@ -292,6 +292,23 @@ def test_a_learner_that_cannot_send_weights_takes_no_run_over_and_one_that_canno
     assert os.strerror(errno.EADDRNOTAVAIL) in learner.waiting_on
 
 
+def test_a_learner_of_a_folder_with_another_runs_id_is_refused_and_one_of_a_folder_of_its_own_is_not(
+    make_config: MakeConfig, memory: MemoryBroker
+) -> None:
+    memory.state.run = msgspec.structs.replace(memory.state.run, run_id="a")
+    config = make_config()
+    run_dir = RunDir(config.run.dir)
+    run_dir.prepare(config)
+    own = run_dir.identify()
+    with refused(BrokerError, "'run' of RUN, id a", f"id {own}"):
+        prepare(config)
+    assert (read_record(run_dir), memory.learner().status().learner) == (None, None)
+    run_dir.run_id_file.unlink()
+    lead, state = prepare(config)
+    assert state.incarnation == 0
+    lead.files.events.close()
+
+
 def test_a_learner_that_still_lives_commits_nothing_that_its_successor_has_not_read(
     make_config: MakeConfig, memory: MemoryBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from common.waste import Waste
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.episode.concurrency import LOOKS, AdaptiveLimit
 from rollout_fleet.episode.driver import EpisodeDriver
-from rollout_fleet.main import _drain_on_signals
+from rollout_fleet.main import _drain_on_signals, _register
 from rollout_fleet.node import node
 from rollout_fleet.node.heartbeat import BrokerLost, BrokerTimeout, Heartbeat
 from rollout_fleet.node.node import Node
@@ -287,6 +287,20 @@ async def test_a_node_whose_id_was_taken_by_another_process_stops() -> None:
         await site.broker.node().register(msgspec.structs.replace(site.status.report(), pid=-1))
         with refused(BrokerError, "'n0'", "process -1"):
             await asyncio.wait_for(site.running, LIMIT_S)
+
+
+async def test_a_node_ends_with_the_reason_when_another_runs_broker_takes_the_place_of_its_own() -> None:
+    other = MemoryBroker(run_info(groups_per_step=4, name="other", run_id="b"))
+    own = MemoryBroker(run_info(groups_per_step=4, run_id="a"))
+    async with Site(broker=own) as site:
+        await _register(site.parts.broker, site.status, "memory")
+        assert site.status.report().run_id == "a"
+        other.learner().offer([addition_task(0)])
+        site.parts.broker.use(other.state)  # type: ignore[attr-defined]
+        site.link._broker.use(other.state)  # type: ignore[attr-defined]
+        with refused(BrokerError, "'other'", "id b", "id a"):
+            await asyncio.wait_for(site.running, LIMIT_S)
+    assert (other.state.fleet.nodes, [entry.state for entry in other.learner().ledger()]) == ({}, ["pending"])
 
 
 async def test_heartbeats_come_from_a_thread_of_their_own_and_keep_leases() -> None:
