@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from broker.client.connection import BrokerClient
@@ -26,7 +27,7 @@ from launch.cli import main
 from launch.quickstart.assets import main as build_assets
 from tests.rigs import waiting
 from tests.rigs.configs import run_cli
-from tests.rigs.processes import Command, Process, until
+from tests.rigs.processes import JOB_S, Command, Process, kill, until
 from tests.rigs.waiting import read_jsonl
 
 STALENESS = 1
@@ -153,6 +154,16 @@ class Run:
         """kill -9."""
         assert self.signal(signal.SIGKILL) == -signal.SIGKILL
 
+    @property
+    def runs(self) -> bool:
+        return all(map(psutil.pid_exists, self._pids))
+
+    def end(self) -> None:
+        """kill -9, unless it has ended."""
+        for pid in self._pids:
+            kill(pid)
+        _forks().learner_ended()
+
     def finish(self, code: int = 0, ranks: int = 1) -> None:
         """Fork a learner that ends by itself."""
         self.start(ranks)
@@ -230,6 +241,36 @@ class Job(Run):
 
     def assert_every_step_once(self) -> None:
         assert [line.step for line in self.lines()] == list(range(STEPS))
+
+
+@contextmanager
+def at_work(config: Path) -> Iterator[list[Process]]:
+    """Broker and node of a job, whose learner works, too; the block ends when all three have, each with 0.
+
+    RUN is the folder `run` beside the config. Node and learner are forked, which costs less than `slipstream up`.
+    """
+    from tests.rigs.warm_engines import Node  # it knows vLLM, which other jobs do not need
+
+    folder = config.parent
+    learner = Run(folder)
+    with Command(folder, "broker", "broker", str(config)) as broker, Node(folder, "node", str(config)) as node:
+        until("the broker", learner.run.broker, broker, node)
+        learner.config = learner.run.config  # the broker's, whose paths are absolute
+        learner.start()
+
+        def none_failed() -> None:
+            for role in (broker, node):
+                assert not role.process.poll(), role.output()
+
+        try:
+            yield [broker, node]
+            waiting.until(lambda: not learner.runs, "the learner's end", JOB_S, check=none_failed, every_s=0.1)
+        except BaseException:
+            learner.end()
+            raise
+        assert learner.ended() == 0, (learner.run.logs / "learner-0.log").read_text()[-6000:]
+        assert node.wait() == 0, node.output()
+        broker.drain()
 
 
 def weights_of(run: RunDir) -> str:

@@ -99,7 +99,7 @@ class Node(Command):
     def __enter__(self) -> Self:
         if device.CUDA:
             return super().__enter__()
-        process: Any = Forked(_role, str(self.log), self._words)
+        process: Any = Forked(_role, str(self.log), os.getcwd(), self._words)
         self.process = process
         return self
 
@@ -131,8 +131,9 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _role(log: str, words: tuple[str, ...]) -> None:
+def _role(log: str, folder: str, words: tuple[str, ...]) -> None:
     os.setpgid(0, 0)
+    os.chdir(folder)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(out, 1)
     os.dup2(out, 2)

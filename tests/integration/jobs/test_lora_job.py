@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from common.weights.wire.layout import Layout
 from launch.quickstart.init import write_example
-from tests.rigs.jobs import metrics, slipstream
+from tests.rigs.jobs import at_work, metrics, slipstream
 from tests.rigs.processes import SLIPSTREAM, Process
 from tests.rigs.waiting import LIMIT_S
 
@@ -30,8 +30,8 @@ def test_a_job_of_adapters_publishes_these_and_exports_both_kinds_of_folders(
     document["weights"] = {"canary_every": 1, "encoding": "adapter", "overlap": False, "timeout_s": LIMIT_S}
     (folder / "config.yaml").write_text(yaml.safe_dump(document))
     monkeypatch.chdir(folder)
-    with Process(tmp_path / "up.log", [*SLIPSTREAM, "up", "config.yaml", "--plain"], HF_HUB_OFFLINE="1") as job:
-        assert job.wait() == 0, job.output()
+    with at_work(folder / "config.yaml"):
+        pass
     lines = metrics(folder / "run")
     assert [line["step"] for line in lines] == list(range(STEPS))
     # the engine computes with merged weights what the learner computes with adapters beside the base
