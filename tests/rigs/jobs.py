@@ -3,17 +3,18 @@
 A run of the learner alone has a broker and a node that hands in recorded groups.
 """
 
-import contextlib
 import hashlib
 import io
 import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+from unittest.mock import patch
 
 import psutil
 import yaml
@@ -21,10 +22,13 @@ import yaml
 from broker.client.connection import BrokerClient
 from broker.contract import LedgerEntry
 from common.metrics import StepMetrics
+from common.process.lifecycle import stop_signals
 from common.process.run_dir import RunDir
 from common.run_reader import read_tail
 from launch.cli import main
 from launch.quickstart.assets import main as build_assets
+from launch.results import replay
+from launch.up.supervisor import RoleSpec
 from tests.rigs import waiting
 from tests.rigs.configs import run_cli
 from tests.rigs.processes import JOB_S, Command, Process, kill, until
@@ -71,10 +75,53 @@ def slipstream(*words: str) -> str:
     return done.stdout
 
 
+class ForkedLearner:
+    """Stands in for the Supervisor of a replay, and for the learner that it starts there: this one is forked."""
+
+    restarts = 0
+
+    def __init__(self, told: object) -> None:
+        self.running = False
+        self.exit_code: int | None = None
+
+    def start(self, spec: RoleSpec) -> Self:
+        self.spec, self.running = spec, True
+        self._pids = _forks().start_learner("--config", spec.argv[-1])
+        self._waits = threading.Thread(target=self._wait)
+        self._waits.start()
+        return self
+
+    def poll(self) -> None:
+        self.running = self._waits.is_alive()
+
+    def stop(self, names: object, drain_s: float) -> None:
+        if self._waits.is_alive():
+            for pid in self._pids:
+                os.kill(pid, signal.SIGTERM)
+        self._waits.join()
+        self.running = False
+
+    def _wait(self) -> None:
+        (self.exit_code,) = _forks().learner_ended()
+
+
+def warm(*words: str, code: int = 0) -> str:
+    """As `slipstream`, in this process, for a replay, whose learner is forked; the errors where it must fail."""
+    out, errors = io.StringIO(), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in stop_signals()}
+    try:
+        with redirect_stdout(out), redirect_stderr(errors), patch.object(replay, "Supervisor", ForkedLearner):
+            assert main(words) == code, errors.getvalue()[-3000:]
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return (errors if code else out).getvalue()
+
+
 def told(*words: str) -> Any:
     """The JSON of a command, run in this process: a process of its own would keep a core busy while it is polled."""
     out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    with redirect_stdout(out):
         assert main([*words, "--json"]) == 0
     return json.loads(out.getvalue())
 
