@@ -11,8 +11,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 from unittest.mock import patch
 
@@ -25,9 +26,10 @@ from common.metrics import StepMetrics
 from common.process.lifecycle import stop_signals
 from common.process.run_dir import RunDir
 from common.run_reader import read_tail
+from launch import convert
 from launch.cli import main
 from launch.quickstart.assets import main as build_assets
-from launch.results import replay
+from launch.results import export, replay
 from launch.up.supervisor import RoleSpec
 from tests.rigs import waiting
 from tests.rigs.configs import run_cli
@@ -105,12 +107,26 @@ class ForkedLearner:
         (self.exit_code,) = _forks().learner_ended()
 
 
+def _fork_module(command: list[str], **told: Any) -> SimpleNamespace:
+    """Stands in for subprocess.run where `convert` and `export` call it: python -P -m MODULE WORDS."""
+    _, _, _, module, *words = command
+    return SimpleNamespace(returncode=_forks().finished(module, *words))
+
+
 def warm(*words: str, code: int = 0) -> str:
-    """As `slipstream`, in this process, for a replay, whose learner is forked; the errors where it must fail."""
+    """As `slipstream`, in this process, for `replay`, `export` and `convert`; the errors where it must fail.
+
+    Their learner, or the process that converts, is forked and works in another folder: paths must be absolute.
+    """
     out, errors = io.StringIO(), io.StringIO()
     handlers = {number: signal.getsignal(number) for number in stop_signals()}
     try:
-        with redirect_stdout(out), redirect_stderr(errors), patch.object(replay, "Supervisor", ForkedLearner):
+        with ExitStack() as within:
+            within.enter_context(redirect_stdout(out))
+            within.enter_context(redirect_stderr(errors))
+            within.enter_context(patch.object(replay, "Supervisor", ForkedLearner))
+            for module in (convert, export):
+                within.enter_context(patch.object(module, "subprocess", SimpleNamespace(run=_fork_module)))
             assert main(words) == code, errors.getvalue()[-3000:]
     finally:
         for number, handler in handlers.items():

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from common.weights.wire.layout import Layout
 from launch.quickstart.init import write_example
-from tests.rigs.jobs import at_work, metrics, slipstream
+from tests.rigs.jobs import at_work, metrics, warm
 from tests.rigs.processes import SLIPSTREAM, Process
 from tests.rigs.waiting import LIMIT_S
 
@@ -38,7 +38,7 @@ def test_a_job_of_adapters_publishes_these_and_exports_both_kinds_of_folders(
     assert 0 < max(line["canary_max_difference"] for line in lines) < 1e-3
     assert all(line["mismatch_abs_mean"] < 1e-3 for line in lines if line["staleness_max"] == 0)
     assert any(line["grad_norm"] > 0 for line in lines)
-    slipstream("export", "run", "adapter", "--adapter")
+    warm("export", str(folder / "run"), str(folder / "adapter"), "--adapter")
     adapter = load_file("adapter/adapter_model.safetensors")
     layout = Layout.of([(name, "float32", tuple(tensor.shape)) for name, tensor in adapter.items()])
     assert [line["publish_bytes"] for line in lines] == [layout.total_bytes] * STEPS, "adapters, not whole versions"

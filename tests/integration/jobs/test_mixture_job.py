@@ -33,7 +33,7 @@ def mixture(folder: Path, assets: Path) -> Path:
     config = write_config(folder / "job.yaml", assets, folder / "run", STEPS, telemetry={"transcripts": 1.0})
     document = yaml.safe_load(config.read_text())
     document["model"]["path"] = str(folder / "converted")
-    slipstream("convert", str(assets / "model"), str(folder / "converted"))
+    warm("convert", str(assets / "model"), str(folder / "converted"))
     document["learner"]["loss"] = {"reference": str(folder / "converted")}
     document["tasks"] = {
         "sources": {
