@@ -24,9 +24,7 @@ from common.process.run_dir import RunDir
 from common.rollouts import Branch, Sample, decode_group
 from launch.quickstart.assets import PRESETS, SPECIAL
 from launch.resolve_target import config_of
-from launch.up.devices import interpreter
-from tests.rigs.jobs import at_work, metrics
-from tests.rigs.processes import Process
+from tests.rigs.jobs import Run, at_work, metrics
 from tests.unit.rollout_fleet.chat_tokenizers import QWEN
 from tests.unit.rollout_fleet.test_clients import play
 
@@ -105,23 +103,14 @@ def write_policy(texts: list[str], folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def warm_start(folder: Path, document: dict[str, Any]) -> Path:
-    """The run folder of a warm start that must succeed."""
-    config = folder / "sft.yaml"
-    config.write_text(yaml.safe_dump(document))
-    words = [interpreter("learner")[1], "-m", "launch.cli", "sft", str(config)]
-    with Process(folder / "sft.log", words, HF_HUB_OFFLINE="1") as job:
-        assert job.wait() == 0, job.output()
-    return Path(document["run"]["dir"])
-
-
 def taught(folder: Path) -> Path:
     """The policy after a warm start on the demonstrations."""
     rows = demonstrations()
     write_policy(["".join(text + "<eos>" * mask for text, mask in segments) for segments in rows], folder / "random")
     (folder / "sft.jsonl").write_text("".join(json.dumps({"segments": segments}) + "\n" for segments in rows))
+    (folder / "sft").mkdir()
     document = {
-        "run": {"name": "taught", "dir": str(folder / "sft"), "steps": 100},
+        "run": {"name": "taught", "dir": str(folder / "sft" / "run"), "steps": 100},
         "model": {"path": str(folder / "random"), "dtype": "float32"},
         "tasks": {"dataset": str(folder / "sft.jsonl")},
         "learner": {
@@ -129,7 +118,9 @@ def taught(folder: Path) -> Path:
             "optimizer": {"lr": 3e-3, "beta2": 0.95, "warmup_steps": 10, "schedule": "linear", "min_lr_fraction": 0.1},
         },
     }
-    return warm_start(folder, document) / "model"
+    learner = Run(folder / "sft", document)
+    learner.finish()
+    return learner.run.model
 
 
 def played(folder: Path, policy: Path) -> Path:
