@@ -1,4 +1,4 @@
-"""A whole job whose only reward is a judge's: it learns from it, and pauses while the judge is away."""
+"""A whole job of adapters whose only reward is a judge's: it learns from it, and pauses while the judge is away."""
 
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ def write(folder: Path, server: JudgeServer) -> None:
     write_example(folder)
     document = yaml.safe_load((folder / "config.yaml").read_text())
     document["run"]["steps"] = STEPS
+    document["learner"] |= {"lora": {"rank": 8}, "optimizer": {"lr": 4e-3}}
+    document["weights"] = {"encoding": "adapter"}
     document["telemetry"] = {"transcripts": 1}
     document["tasks"]["reward"] = [{"scorer": "judge"}]
     judge = {"url": server.url, "model": "judge", "prompt": "{kind}|{completion}", "verdict": "Score: (.*)"}
@@ -44,7 +46,7 @@ def waits(run: Path) -> list[str]:
     return [stall["waits_for"] for stall in status(run)["stalls"] if stall["kind"] == "scorer"]
 
 
-def test_a_job_learns_from_a_judge_and_pauses_with_its_reason_while_the_judge_is_away(
+def test_adapters_learn_from_a_judge_and_their_job_pauses_with_its_reason_while_the_judge_is_away(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     folder = tmp_path / "job"
