@@ -38,9 +38,12 @@ class Scenario:
         """The answer of the system."""
         return " ".join((self.play.__doc__ or "").split())
 
-    def run(self, run_dir: Path, seed: int) -> float:
-        """Play it once and check the promise; returns the seconds of the recovery. Raises AssertionError."""
-        rig = self.rig(run_dir, seed, **self.options)
+    def run(self, run_dir: Path, seed: int, **options: Any) -> float:
+        """Play it once and check the promise; returns the seconds of the recovery. Raises AssertionError.
+
+        `options` are more arguments of the rig.
+        """
+        rig = self.rig(run_dir, seed, **self.options, **options)
         try:
             recovery_s = self.play_in_time(rig)
             if not (rig.run_dir / "drain").exists():

@@ -17,4 +17,4 @@ SEEDS = range(int(os.environ.get("SLIPSTREAM_FAULT_SEEDS", "1")))
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_promise_holds_after(name: str, seed: int, tmp_path: Path) -> None:
-    SCENARIOS[name].run(tmp_path, seed)
+    SCENARIOS[name].run(tmp_path, seed, forks=True)

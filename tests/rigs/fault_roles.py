@@ -6,6 +6,7 @@ OPTIONS are JSON: the broker's config, or the options in promise.py.
 """
 
 import asyncio
+import functools
 import hashlib
 import itertools
 import logging
@@ -15,6 +16,7 @@ import secrets
 import signal
 import sys
 import time
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from rollout_fleet.node.heartbeat import BrokerTimeout, Heartbeat
 from rollout_fleet.node.node import Node
 from rollout_fleet.node.node_status import NodeStatusTracker
 from rollout_fleet.node.running_groups import NodeParts
+from tests.rigs.processes import WarmFork, fork_server, write_to
 from tests.rigs.promise import (
     GROUP_SIZE,
     GROUPS_PER_STEP,
@@ -264,9 +267,25 @@ def learner(o: LearnerOptions) -> int:
     return 0
 
 
-def main() -> int:
+@functools.cache
+def _server() -> ForkServer:
+    return fork_server(__name__, {})
+
+
+class Role(WarmFork):
+    """A process of `forked`; the time for imports is not its own."""
+
+    server = staticmethod(_server)
+
+
+def forked(role: str, options: bytes, log: Path) -> None:
+    """Do the same as `python -m tests.rigs.fault_roles ROLE OPTIONS`, with the output in a log."""
+    write_to(log)
+    sys.exit(main(role, options))
+
+
+def main(role: str, options: bytes) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    role, options = sys.argv[1], sys.argv[2].encode()
     try:
         if role == "broker":
             return run_broker(msgspec.json.decode(options, type=Config), options)
@@ -279,4 +298,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1], sys.argv[2].encode()))

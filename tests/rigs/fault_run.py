@@ -19,8 +19,9 @@ from broker.contract import LedgerEntry
 from common.config.schema import Config, StalenessConfig
 from common.errors import BrokerError, BrokerUnreachable
 from common.process.run_dir import RunDir
+from tests.rigs import fault_roles
 from tests.rigs.brokers import job
-from tests.rigs.processes import ROOT
+from tests.rigs.processes import ROOT, Forked
 from tests.rigs.promise import (
     GROUPS_PER_STEP,
     HEARTBEAT_S,
@@ -46,13 +47,23 @@ MEMORY_BYTES = 8 << 10  # a part of the window, so that groups are read from the
 
 
 class FaultRig:
-    """One run in `run_dir`; `random` decides when and whom. Close it to end whatever it started."""
+    """One run in `run_dir`; `random` decides when and whom. Close it to end whatever it started.
+
+    With `forks` processes do not begin with imports, so a recovery with a new process is shorter than a real one.
+    """
 
     def __init__(
-        self, run_dir: Path, seed: int, poisoned: int | None = None, wild_clock: bool = False, redis: str = ""
+        self,
+        run_dir: Path,
+        seed: int,
+        poisoned: int | None = None,
+        wild_clock: bool = False,
+        redis: str = "",
+        forks: bool = False,
     ) -> None:
         self.run_dir, self.random, self.seed = run_dir, random.Random(seed), seed
         self.poisoned, self._wild_clock = poisoned, wild_clock
+        self._forks = forks and not wild_clock  # the clock is set when Python starts
         fsync = "everysec" if redis == "everysec" else "always"
         self._redis = RedisUnderTest(run_dir / "redis", fsync, redis == "replica") if redis else None
         self.address = f"tcp://127.0.0.1:{free_port()}"
@@ -102,15 +113,23 @@ class FaultRig:
 
     def start(self, role: str, options: msgspec.Struct) -> Process:
         """One process; its output goes to RUN/ROLE-NUMBER.log."""
+        log = self.run_dir / f"{role}-{len(self._started)}.log"
+        process = self._fork(role, options, log) if self._forks else self._spawn(role, options, log)
+        self._started.append(process)
+        return process
+
+    def _fork(self, role: str, options: msgspec.Struct, log: Path) -> Process:
+        process: Any = Forked(fault_roles.Role, fault_roles.forked, role, msgspec.json.encode(options), log)
+        return process
+
+    def _spawn(self, role: str, options: msgspec.Struct, log: Path) -> Process:
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         if self._wild_clock:
             paths.insert(0, str(WILD_CLOCK))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         command = [sys.executable, "-m", "tests.rigs.fault_roles", role, msgspec.json.encode(options).decode()]
-        with (self.run_dir / f"{role}-{len(self._started)}.log").open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        self._started.append(process)
-        return process
+        with log.open("wb") as out:
+            return subprocess.Popen(command, stdout=out, stderr=out, env=environment)
 
     def start_all(
         self, nodes: int = 2, address: str | None = None, learner_deadline_s: float = 30.0, **node_options: Any

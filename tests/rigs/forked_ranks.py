@@ -86,8 +86,17 @@ def _server() -> "subprocess.Popen[str]":
 
 def start_learner(*arguments: str, ranks: int = 1) -> list[int]:
     """Fork `python -m learner.main ARGUMENTS`, which needs no time for imports; process ids by rank. One at a time."""
-    _order({"learner": arguments, "ranks": ranks})
+    _order({"module": "learner.main", "arguments": arguments, "ranks": ranks})
     return _answer()
+
+
+def finished(module: str, *arguments: str) -> int:
+    """The exit code of `python -m MODULE ARGUMENTS`, a command that works as a rank does: a forked one."""
+    _order({"module": module, "arguments": arguments, "ranks": 1})
+    pids = _answer()
+    assert isinstance(pids, list), pids
+    (code,) = learner_ended()
+    return code
 
 
 def learner_ended() -> list[int]:
@@ -319,27 +328,28 @@ def _run_worlds(order: dict[str, Any]) -> str:
     return ""
 
 
-def _run_learner(arguments: list[str], ranks: int, answer: Callable[[Any], None]) -> list[int]:
+def _run_module(module: str, arguments: list[str], ranks: int, answer: Callable[[Any], None]) -> list[int]:
     """Exit codes by rank; `answer` gets the process ids first. Several ranks meet as under torchrun."""
     world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     pids = []
     for rank in range(ranks):
         own = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-        pids.append(_start_learner_rank(arguments, own))
+        pids.append(_start_module(module, arguments, own))
     answer(pids)
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
-def _start_learner_rank(arguments: list[str], environment: dict[str, str]) -> int:
+def _start_module(module: str, arguments: list[str], environment: dict[str, str]) -> int:
     if device.CUDA:
-        command = [sys.executable, "-m", "learner.main", *arguments]
+        command = [sys.executable, "-m", module, *arguments]
         return os.posix_spawn(sys.executable, command, os.environ | environment)
+    run = importlib.import_module(module).run
     if pid := os.fork():
         return pid
     die_with_parent()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ |= environment
-    leave(guard(importlib.import_module("learner.main").run, arguments))
+    leave(guard(run, arguments))
 
 
 def serve() -> None:
@@ -359,8 +369,7 @@ def serve() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         try:
-            is_learner = "learner" in order
-            answer(_run_learner(order["learner"], order["ranks"], answer) if is_learner else _run_worlds(order))
+            answer(_run_module(**order, answer=answer) if "module" in order else _run_worlds(order))
         except Exception:
             answer(traceback.format_exc())
 

@@ -3,30 +3,37 @@
 A run of the learner alone has a broker and a node that hands in recorded groups.
 """
 
-import contextlib
 import hashlib
 import io
 import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
+from unittest.mock import patch
 
+import psutil
 import yaml
 
 from broker.client.connection import BrokerClient
 from broker.contract import LedgerEntry
 from common.metrics import StepMetrics
+from common.process.lifecycle import stop_signals
 from common.process.run_dir import RunDir
 from common.run_reader import read_tail
+from launch import convert
 from launch.cli import main
 from launch.quickstart.assets import main as build_assets
+from launch.results import export, replay
+from launch.up.supervisor import RoleSpec
 from tests.rigs import waiting
 from tests.rigs.configs import run_cli
-from tests.rigs.processes import Command, Process, until
+from tests.rigs.processes import JOB_S, Command, Process, kill, until
 from tests.rigs.waiting import read_jsonl
 
 STALENESS = 1
@@ -70,10 +77,67 @@ def slipstream(*words: str) -> str:
     return done.stdout
 
 
+class ForkedLearner:
+    """Stands in for the Supervisor of a replay, and for the learner that it starts there: this one is forked."""
+
+    restarts = 0
+
+    def __init__(self, told: object) -> None:
+        self.running = False
+        self.exit_code: int | None = None
+
+    def start(self, spec: RoleSpec) -> Self:
+        self.spec, self.running = spec, True
+        self._pids = _forks().start_learner("--config", spec.argv[-1])
+        self._waits = threading.Thread(target=self._wait)
+        self._waits.start()
+        return self
+
+    def poll(self) -> None:
+        self.running = self._waits.is_alive()
+
+    def stop(self, names: object, drain_s: float) -> None:
+        if self._waits.is_alive():
+            for pid in self._pids:
+                os.kill(pid, signal.SIGTERM)
+        self._waits.join()
+        self.running = False
+
+    def _wait(self) -> None:
+        (self.exit_code,) = _forks().learner_ended()
+
+
+def _fork_module(command: list[str], **told: Any) -> SimpleNamespace:
+    """Stands in for subprocess.run where `convert` and `export` call it: python -P -m MODULE WORDS."""
+    _, _, _, module, *words = command
+    return SimpleNamespace(returncode=_forks().finished(module, *words))
+
+
+def warm(*words: str, code: int = 0) -> str:
+    """As `slipstream`, in this process, for `replay`, `export` and `convert`; the errors where it must fail.
+
+    Their learner, or the process that converts, is forked and works in another folder: paths must be absolute.
+    """
+    out, errors = io.StringIO(), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in stop_signals()}
+    try:
+        with ExitStack() as within:
+            within.enter_context(redirect_stdout(out))
+            within.enter_context(redirect_stderr(errors))
+            within.enter_context(patch.object(replay, "Supervisor", ForkedLearner))
+            for module in (convert, export):
+                within.enter_context(patch.object(module, "subprocess", SimpleNamespace(run=_fork_module)))
+            assert main(words) == code, errors.getvalue()[-3000:]
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return (errors if code else out).getvalue()
+
+
 def told(*words: str) -> Any:
     """The JSON of a command, run in this process: a process of its own would keep a core busy while it is polled."""
     out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    with redirect_stdout(out):
         assert main([*words, "--json"]) == 0
     return json.loads(out.getvalue())
 
@@ -153,6 +217,16 @@ class Run:
         """kill -9."""
         assert self.signal(signal.SIGKILL) == -signal.SIGKILL
 
+    @property
+    def runs(self) -> bool:
+        return all(map(psutil.pid_exists, self._pids))
+
+    def end(self) -> None:
+        """kill -9, unless it has ended."""
+        for pid in self._pids:
+            kill(pid)
+        _forks().learner_ended()
+
     def finish(self, code: int = 0, ranks: int = 1) -> None:
         """Fork a learner that ends by itself."""
         self.start(ranks)
@@ -230,6 +304,36 @@ class Job(Run):
 
     def assert_every_step_once(self) -> None:
         assert [line.step for line in self.lines()] == list(range(STEPS))
+
+
+@contextmanager
+def at_work(config: Path) -> Iterator[list[Process]]:
+    """Broker and node of a job, whose learner works, too; the block ends when all three have, each with 0.
+
+    RUN is the folder `run` beside the config. Node and learner are forked, which costs less than `slipstream up`.
+    """
+    from tests.rigs.warm_engines import Node  # it knows vLLM, which other jobs do not need
+
+    folder = config.parent
+    learner = Run(folder)
+    with Command(folder, "broker", "broker", str(config)) as broker, Node(folder, "node", str(config)) as node:
+        until("the broker", learner.run.broker, broker, node)
+        learner.config = learner.run.config  # the broker's, whose paths are absolute
+        learner.start()
+
+        def none_failed() -> None:
+            for role in (broker, node):
+                assert not role.process.poll(), role.output()
+
+        try:
+            yield [broker, node]
+            waiting.until(lambda: not learner.runs, "the learner's end", JOB_S, check=none_failed, every_s=0.1)
+        except BaseException:
+            learner.end()
+            raise
+        assert learner.ended() == 0, (learner.run.logs / "learner-0.log").read_text()[-6000:]
+        assert node.wait() == 0, node.output()
+        broker.drain()
 
 
 def weights_of(run: RunDir) -> str:

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from multiprocessing.context import ForkServerContext
+from multiprocessing import forkserver, popen_forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
@@ -43,6 +44,77 @@ def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     process = context().Process(target=target, args=arguments, daemon=True)
     process.start()
     return process
+
+
+def fork_server(module: str, environment: dict[str, str]) -> forkserver.ForkServer:
+    """A fork server of its own, which imports `module` with these variables."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([module])
+    before = dict(os.environ)
+    os.environ |= OURS | environment
+    try:
+        server.ensure_running()
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+    return server
+
+
+class WarmPopen(popen_forkserver.Popen):
+    """A process of the fork server that its class names."""
+
+    def _launch(self, process_obj: Any) -> None:
+        usual = forkserver.connect_to_new_process
+        forkserver.connect_to_new_process = process_obj.server().connect_to_new_process
+        try:
+            super()._launch(process_obj)
+        finally:
+            forkserver.connect_to_new_process = usual
+
+
+class WarmFork(ForkServerProcess):
+    """A process whose module is imported already. A subclass belongs in that module, and names its server."""
+
+    server: Callable[[], forkserver.ForkServer]
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:  # its name in multiprocessing
+        return WarmPopen(process_obj)
+
+
+class Forked:
+    """A forked process with what is asked of subprocess.Popen."""
+
+    def __init__(self, kind: type[WarmFork], target: Callable[..., None], *arguments: Any) -> None:
+        self._process = kind(target=target, args=arguments)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def write_to(log: Path) -> None:
+    """Let this process write its output to a new file."""
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
 
 
 class Process:

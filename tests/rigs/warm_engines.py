@@ -6,19 +6,16 @@ threads. With CUDA, which does not survive a fork, they start as anywhere else.
 
 import functools
 import os
-import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver, popen_forkserver
-from multiprocessing.process import BaseProcess
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from typing import Any, Self
 
 from common.process.lifecycle import leave
 from rollout_fleet.vllm_patches.engine_start import EngineContext, EngineProcess, import_vllm
 from tests.rigs import device
-from tests.rigs.processes import OURS, Command
+from tests.rigs.processes import OURS, Command, Forked, WarmFork, fork_server, write_to
 
 ARCHITECTURES = (
     *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "MixtralForCausalLM"),
@@ -35,22 +32,13 @@ SETTINGS = {  # the engine sets them, too, before it imports vLLM
 }
 
 
-class WarmPopen(popen_forkserver.Popen):
-    """A process of our own fork server."""
-
-    def _launch(self, process_obj: Any) -> None:
-        usual = forkserver.connect_to_new_process
-        forkserver.connect_to_new_process = _server().connect_to_new_process
-        try:
-            super()._launch(process_obj)
-        finally:
-            forkserver.connect_to_new_process = usual
+@functools.cache
+def _server() -> ForkServer:
+    return fork_server(__name__, SETTINGS | {WARM: "1"})
 
 
-class WarmProcess(EngineProcess):
-    @staticmethod
-    def _Popen(process_obj: BaseProcess) -> Any:  # its name in multiprocessing
-        return WarmPopen(process_obj)
+class WarmProcess(WarmFork, EngineProcess):
+    server = staticmethod(_server)
 
     def start(self) -> None:
         self.has_workers = type(self).has_workers  # goes to the child with the process
@@ -59,21 +47,6 @@ class WarmProcess(EngineProcess):
 
 class WarmContext(EngineContext):
     Process = WarmProcess
-
-
-@functools.cache
-def _server() -> forkserver.ForkServer:
-    server = forkserver.ForkServer()
-    server.set_forkserver_preload([__name__])
-    before = dict(os.environ)
-    os.environ |= SETTINGS | OURS | {WARM: "1"}
-    try:
-        server.ensure_running()
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-    return server
 
 
 @contextmanager
@@ -99,43 +72,15 @@ class Node(Command):
     def __enter__(self) -> Self:
         if device.CUDA:
             return super().__enter__()
-        process: Any = Forked(_role, str(self.log), self._words)
+        process: Any = Forked(WarmProcess, _role, str(self.log), os.getcwd(), self._words)
         self.process = process
         return self
 
 
-class Forked:
-    """A forked process with what a Process asks subprocess.Popen for."""
-
-    def __init__(self, target: Any, *arguments: Any) -> None:
-        self._process = WarmProcess(target=target, args=arguments)
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if (code := self.poll()) is None:
-            assert timeout is not None
-            raise subprocess.TimeoutExpired(self._process.name, timeout)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-def _role(log: str, words: tuple[str, ...]) -> None:
+def _role(log: str, folder: str, words: tuple[str, ...]) -> None:
     os.setpgid(0, 0)
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
+    os.chdir(folder)
+    write_to(Path(log))
     os.environ |= OURS
     from launch.cli import main
 

@@ -1,7 +1,7 @@
 """Agents of real libraries in a whole job: a policy that was taught a few questions calls their tool, and learns.
 
 The demonstrations are each client's own episode with a policy that says what it is told. A warm start makes a random
-model say it by itself. Then `slipstream up` lets the clients talk to the real engine, and trains a step on it.
+model say it by itself. Then a node lets the clients talk to the real engine, and trains a step on it.
 """
 
 import json
@@ -24,9 +24,7 @@ from common.process.run_dir import RunDir
 from common.rollouts import Branch, Sample, decode_group
 from launch.quickstart.assets import PRESETS, SPECIAL
 from launch.resolve_target import config_of
-from launch.up.devices import interpreter
-from tests.rigs.jobs import metrics
-from tests.rigs.processes import Process
+from tests.rigs.jobs import Run, at_work, metrics
 from tests.unit.rollout_fleet.chat_tokenizers import QWEN
 from tests.unit.rollout_fleet.test_clients import play
 
@@ -105,23 +103,14 @@ def write_policy(texts: list[str], folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def run(folder: Path, command: str, document: dict[str, Any]) -> Path:
-    """The run folder of a job that must succeed."""
-    config = folder / f"{command}.yaml"
-    config.write_text(yaml.safe_dump(document))
-    words = [interpreter("learner")[1], "-m", "launch.cli", command, str(config), *["--plain"] * (command == "up")]
-    with Process(folder / f"{command}.log", words, HF_HUB_OFFLINE="1") as job:
-        assert job.wait() == 0, job.output()
-    return Path(document["run"]["dir"])
-
-
 def taught(folder: Path) -> Path:
     """The policy after a warm start on the demonstrations."""
     rows = demonstrations()
     write_policy(["".join(text + "<eos>" * mask for text, mask in segments) for segments in rows], folder / "random")
     (folder / "sft.jsonl").write_text("".join(json.dumps({"segments": segments}) + "\n" for segments in rows))
+    (folder / "sft").mkdir()
     document = {
-        "run": {"name": "taught", "dir": str(folder / "sft"), "steps": 100},
+        "run": {"name": "taught", "dir": str(folder / "sft" / "run"), "steps": 100},
         "model": {"path": str(folder / "random"), "dtype": "float32"},
         "tasks": {"dataset": str(folder / "sft.jsonl")},
         "learner": {
@@ -129,7 +118,9 @@ def taught(folder: Path) -> Path:
             "optimizer": {"lr": 3e-3, "beta2": 0.95, "warmup_steps": 10, "schedule": "linear", "min_lr_fraction": 0.1},
         },
     }
-    return run(folder, "sft", document) / "model"
+    learner = Run(folder / "sft", document)
+    learner.finish()
+    return learner.run.model
 
 
 def played(folder: Path, policy: Path) -> Path:
@@ -151,7 +142,11 @@ def played(folder: Path, policy: Path) -> Path:
         },
         "staleness": {"max": 0},
     }  # fmt: skip
-    return run(folder, "up", document)
+    config = folder / "job.yaml"
+    config.write_text(yaml.safe_dump(document))
+    with at_work(config):
+        pass
+    return folder / "run"
 
 
 def trained(folder: Path) -> dict[str, list[tuple[dict[str, str], list[Sample]]]]:

@@ -10,8 +10,8 @@ import yaml
 
 from launch.quickstart.assets import PRESETS, build_model
 from launch.quickstart.init import write_example
-from tests.rigs.jobs import metrics
-from tests.rigs.processes import SLIPSTREAM, Command, Process, until
+from tests.rigs.jobs import at_work, metrics
+from tests.rigs.processes import Command, until
 from tests.rigs.redis_servers import free_port
 from tests.rigs.waiting import read_jsonl
 
@@ -67,8 +67,8 @@ def test_a_job_learns_from_a_served_teacher_what_hugging_face_computes_of_both(
     monkeypatch.chdir(folder)
     with Command(tmp_path, "teacher", "scorer", str(config), "teacher", "run.dir=teacher-run") as role:
         until("the teacher", lambda: "is served" in role.output(), role)
-        with Process(tmp_path / "up.log", [*SLIPSTREAM, "up", "config.yaml", "--plain"], HF_HUB_OFFLINE="1") as job:
-            assert job.wait() == 0, job.output()
+        with at_work(config):
+            pass
     run = folder / "run"
     lines = metrics(run)
     assert [line["step"] for line in lines] == list(range(STEPS))

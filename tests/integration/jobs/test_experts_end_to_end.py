@@ -5,8 +5,7 @@ from pathlib import Path
 import transformers
 
 from tests.rigs import tiny_models
-from tests.rigs.jobs import make_assets, metrics, slipstream, write_config
-from tests.rigs.processes import Command
+from tests.rigs.jobs import at_work, make_assets, metrics, warm, write_config
 
 STEPS = 2
 
@@ -35,12 +34,12 @@ def test_replay_brings_learner_and_engine_closer(tmp_path: Path) -> None:
         staleness={"max": 0},
         weights={"canary_tolerance": 3.0},
     )
-    with Command(tmp_path, "up", "up", str(config)) as up:
-        assert up.wait() == 0, up.output()
+    with at_work(config):
+        pass
     replayed = metrics(run_dir)
     assert len(replayed) == STEPS
     assert all(line["grad_norm"] > 0 for line in replayed)
-    slipstream("replay", str(run_dir), "--out", str(tmp_path / "free"), "learner.moe.replay_routing=false")
+    warm("replay", str(run_dir), "--out", str(tmp_path / "free"), "learner.moe.replay_routing=false")
     free = metrics(tmp_path / "free")
     assert all(line["routing_mismatch_fraction"] == 0.0 for line in free)
     assert 0 < replayed[0]["routing_mismatch_fraction"] < 0.2

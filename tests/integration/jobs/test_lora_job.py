@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from common.weights.wire.layout import Layout
 from launch.quickstart.init import write_example
-from tests.rigs.jobs import metrics, slipstream
+from tests.rigs.jobs import at_work, metrics, warm
 from tests.rigs.processes import SLIPSTREAM, Process
 from tests.rigs.waiting import LIMIT_S
 
@@ -30,15 +30,15 @@ def test_a_job_of_adapters_publishes_these_and_exports_both_kinds_of_folders(
     document["weights"] = {"canary_every": 1, "encoding": "adapter", "overlap": False, "timeout_s": LIMIT_S}
     (folder / "config.yaml").write_text(yaml.safe_dump(document))
     monkeypatch.chdir(folder)
-    with Process(tmp_path / "up.log", [*SLIPSTREAM, "up", "config.yaml", "--plain"], HF_HUB_OFFLINE="1") as job:
-        assert job.wait() == 0, job.output()
+    with at_work(folder / "config.yaml"):
+        pass
     lines = metrics(folder / "run")
     assert [line["step"] for line in lines] == list(range(STEPS))
     # the engine computes with merged weights what the learner computes with adapters beside the base
     assert 0 < max(line["canary_max_difference"] for line in lines) < 1e-3
     assert all(line["mismatch_abs_mean"] < 1e-3 for line in lines if line["staleness_max"] == 0)
     assert any(line["grad_norm"] > 0 for line in lines)
-    slipstream("export", "run", "adapter", "--adapter")
+    warm("export", str(folder / "run"), str(folder / "adapter"), "--adapter")
     adapter = load_file("adapter/adapter_model.safetensors")
     layout = Layout.of([(name, "float32", tuple(tensor.shape)) for name, tensor in adapter.items()])
     assert [line["publish_bytes"] for line in lines] == [layout.total_bytes] * STEPS, "adapters, not whole versions"

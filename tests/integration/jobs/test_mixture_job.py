@@ -21,7 +21,7 @@ from launch.observe.transcripts import read
 from launch.resolve_target import config_of
 from learner.loop.tasks import TaskStream, task_source
 from tests.rigs.configs import run_cli
-from tests.rigs.jobs import assert_trained_exactly_once, events, ledger, metrics, slipstream, status, write_config
+from tests.rigs.jobs import assert_trained_exactly_once, events, ledger, metrics, slipstream, status, warm, write_config
 from tests.rigs.processes import Command, kill, until
 
 STEPS = 30
@@ -33,7 +33,7 @@ def mixture(folder: Path, assets: Path) -> Path:
     config = write_config(folder / "job.yaml", assets, folder / "run", STEPS, telemetry={"transcripts": 1.0})
     document = yaml.safe_load(config.read_text())
     document["model"]["path"] = str(folder / "converted")
-    slipstream("convert", str(assets / "model"), str(folder / "converted"))
+    warm("convert", str(assets / "model"), str(folder / "converted"))
     document["learner"]["loss"] = {"reference": str(folder / "converted")}
     document["tasks"] = {
         "sources": {
@@ -120,7 +120,7 @@ def test_weights_change_while_a_job_runs_and_a_learner_killed_before_their_effec
         assert len(turns) <= (2 if transcript.source == "guessing" else 1)
         assert transcript.source == "guessing" or transcript.sampled_tokens <= 12
     assert "sums" in slipstream("ledger", str(run_dir))
-    slipstream("replay", str(run_dir), "--from", "28")
+    warm("replay", str(run_dir), "--from", "28")
     (told,) = (run_dir / "replays").glob("*/replay.json")
     steps = json.loads(told.read_text())["steps"]
     assert [step["step"] for step in steps] == [28, 29]

@@ -21,6 +21,7 @@ from tests.rigs.jobs import metrics, slipstream, status, write_config
 from tests.rigs.processes import Command, descendants, until
 from tests.rigs.redis_servers import free_port
 from tests.rigs.waiting import LIMIT_S
+from tests.rigs.warm_engines import Node
 
 WIDE = "rollout.engine.tensor_parallel=2"  # so that workers of vLLM talk to each other
 VALIDATE, PING = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BI", 13, 7)  # words of torch's TCPStore
@@ -121,8 +122,9 @@ def test_no_port_of_a_running_job_unpickles_what_it_gets(assets: Path, tmp_path:
     with ExitStack() as running:
         roles: list[Command] = []
         for role, port in health.items():
-            words = (role, config, WIDE, f"telemetry.health_port={port}")
-            roles.append(running.enter_context(Command(tmp_path, role, *words)))
+            words = (config, WIDE, f"telemetry.health_port={port}")
+            command = Node(tmp_path, role, *words) if role == "rollout" else Command(tmp_path, role, role, *words)
+            roles.append(running.enter_context(command))
             # The broker and the learner write RUN/config.yaml, which the ranks read.
             until("the broker", (run_dir / "broker.json").exists, *roles)
         until("steps", lambda: len(metrics(run_dir)) >= 2, *roles)

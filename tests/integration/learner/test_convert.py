@@ -8,7 +8,7 @@ import pytest
 
 from common.config.converted import MANIFEST, WEIGHTS, read_converted
 from common.errors import UsageError
-from tests.rigs.jobs import Job, slipstream
+from tests.rigs.jobs import Job, slipstream, warm
 from tests.rigs.processes import SLIPSTREAM, Command, Process, descendants, survivors
 from tests.rigs.refusals import refused
 from tests.rigs.waiting import until
@@ -68,7 +68,7 @@ def test_a_run_from_it_killed_and_resumed_ends_with_bitwise_the_weights_of_one_f
     other = finished(tmp_path / "other", converted, killed=True)
     assert other.weights() == plain.weights()
     exported = tmp_path / "exported"
-    slipstream("export", str(other.run.path), str(exported), "--step", "6")
+    warm("export", str(other.run.path), str(exported), "--step", "6")
     for folder in (other.run.model, exported):
         assert {file.name for file in folder.iterdir()} == {file.name for file in model.iterdir()}
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from tests.rigs.jobs import STEPS, Job, assert_delivered_once, slipstream
+from tests.rigs.jobs import STEPS, Job, assert_delivered_once, warm
 
 ALONE = 2
 LEARNER: dict[str, Any] = {
@@ -51,7 +51,7 @@ def test_a_learner_with_a_critic_killed_with_9_ends_bitwise_as_if_it_was_not(tmp
     loaded = AutoModelForSequenceClassification.from_pretrained(whole.run.critic)
     assert loaded.config.num_labels == 1 and loaded.score.weight.any()
     newest = max(int(path.name.removeprefix("step-")) for path in whole.run.checkpoints.glob("step-*"))
-    slipstream("export", str(whole.run.path), str(tmp_path / "exported"), "--critic", "--step", str(newest))
+    warm("export", str(whole.run.path), str(tmp_path / "exported"), "--critic", "--step", str(newest))
     exported, final = (load_file(path / "model.safetensors") for path in (tmp_path / "exported", whole.run.critic))
     assert newest == STEPS and exported.keys() == final.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in final.items())

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from launch.cli import main
 from tests.integration.learner.test_sft_resume import WarmStart, check_equal
 from tests.rigs import tiny_models
-from tests.rigs.jobs import Job, Run, slipstream
+from tests.rigs.jobs import Job, Run, warm
 
 TOKENS = torch.arange(3, 40)[None]
 
@@ -28,9 +28,9 @@ def check_exports(run: WarmStart, base: Path, folder: Path) -> None:
     from peft import PeftModel
 
     folder.mkdir()
-    slipstream("export", str(run.run.path), str(folder / "adapter"), "--adapter")
+    warm("export", str(run.run.path), str(folder / "adapter"), "--adapter")
     newest = max(int(path.name.removeprefix("step-")) for path in run.run.checkpoints.glob("step-*"))
-    slipstream("export", str(run.run.path), str(folder / "merged"), "--step", str(newest))
+    warm("export", str(run.run.path), str(folder / "merged"), "--step", str(newest))
     told = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     assert told["base_model_name_or_path"] == str(base)
     before = AutoModelForCausalLM.from_pretrained(base)

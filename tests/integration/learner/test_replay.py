@@ -11,8 +11,7 @@ from broker.contract import LedgerEntry
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.run_reader import read_tail
-from tests.rigs.configs import run_cli
-from tests.rigs.jobs import STEPS, Job, weights_of
+from tests.rigs.jobs import STEPS, Job, slipstream, warm, weights_of
 from tests.rigs.processes import until
 from tests.rigs.redis_servers import durable_redis
 
@@ -37,9 +36,7 @@ def ledger(job: Job) -> list[tuple[int, str, int | None, bool]]:
 
 
 def replay(job: Job, out: Path, *words: str, code: int = 0) -> str:
-    done = run_cli("replay", str(job.run.path), "--out", str(out), *words)
-    assert done.returncode == code, done.stderr[-3000:]
-    return done.stdout if code == 0 else done.stderr
+    return warm("replay", str(job.run.path), "--out", str(out), *words, code=code)
 
 
 def figures(lines: list[StepMetrics], first: int = 0) -> list[tuple[int, float, float, float]]:
@@ -72,7 +69,7 @@ def test_a_learner_and_a_broker_killed_with_9_end_bitwise_as_if_neither_was(
 
 
 def test_a_replay_from_the_start_computes_what_the_run_computed(tmp_path: Path, unbroken: Job) -> None:
-    said = replay(unbroken, tmp_path / "out")
+    said = slipstream("replay", str(unbroken.run.path), "--out", str(tmp_path / "out"))
     again = RunDir(tmp_path / "out")
     assert figures(read_tail(again.metrics, StepMetrics).lines) == figures(unbroken.lines())
     assert weights_of(again) == unbroken.weights()

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,12 +12,13 @@ from safetensors.torch import load_file
 
 from common.config.schema import Config, LearnerConfig, ModelConfig, ParallelConfig, RunConfig, TasksConfig
 from common.errors import UsageError
+from common.process.lifecycle import leave
 from common.process.run_dir import RunDir
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
-from tests.rigs import forked_ranks, tiny_models
+from tests.rigs import forked_ranks, tiny_models, warm_engines
 from tests.rigs.configs import run_cli
 from tests.rigs.forked_ranks import Outcome, group, same
-from tests.rigs.processes import OURS
+from tests.rigs.processes import Forked, write_to
 from tests.rigs.tiny_models import TEMPERATURE, exported, figures, microbatches
 from tests.rigs.waiting import LIMIT_S
 
@@ -29,21 +28,23 @@ RUNS = [
     {"name": "ep2", "kind": "moe", "parallel": {"expert": 2}},
     {"name": "pp2-bf16", "kind": "served", "dtype": "bfloat16", "parallel": {"pipeline": 2}},
 ]
-ENVIRONMENT = os.environ | OURS
-VLLM = """
-import json, os, sys
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-from common.process.lifecycle import leave
-from vllm import LLM, SamplingParams
-model, documents = sys.argv[1], json.loads(sys.argv[2])
-engine = LLM(model=model, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64,
-             kv_cache_memory_bytes=16 << 20, max_num_seqs=8, logprobs_mode="raw_logits", max_logprobs=-1)
-wanted = SamplingParams(max_tokens=1, prompt_logprobs=-1, detokenize=False)
-outputs = engine.generate([{"prompt_token_ids": d} for d in documents], wanted, use_tqdm=False)
-rows = [[[place[t].logprob for t in range(len(place))] for place in o.prompt_logprobs[1:]] for o in outputs]
-print(json.dumps(rows))
-leave(0)
-"""
+
+
+def prompt_logits(model: Path, documents: list[list[int]], answer: Path) -> None:
+    """Let vLLM write to `answer` the logits of every place of every document but its first token."""
+    write_to(answer.with_suffix(".log"))
+    os.environ |= warm_engines.SETTINGS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        model=str(model), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64,
+        kv_cache_memory_bytes=16 << 20, max_num_seqs=8, logprobs_mode="raw_logits", max_logprobs=-1,
+    )  # fmt: skip
+    wanted = SamplingParams(max_tokens=1, prompt_logprobs=-1, detokenize=False)
+    outputs = engine.generate([{"prompt_token_ids": d} for d in documents], wanted, use_tqdm=False)
+    rows = [[[place[t].logprob for t in range(len(place))] for place in o.prompt_logprobs[1:]] for o in outputs]
+    answer.write_text(json.dumps(rows))
+    leave(0)
 
 
 def job_train(folder: Path, spec: dict[str, Any]) -> None:
@@ -127,15 +128,14 @@ def test_transformers_computes_what_the_learner_computed(folder: Path, spec: dic
     same(found, expected, atol=2e-5 if spec.get("dtype") is None else 0.3)
 
 
-def test_vllm_computes_what_the_learner_computed(folder: Path) -> None:
+def test_vllm_computes_what_the_learner_computed(folder: Path, tmp_path: Path) -> None:
     batch = microbatches(0)[0]
     rows = zip(batch.tokens.split(batch.document_lengths), batch.targets.split(batch.document_lengths), strict=True)
     documents = [[*tokens.tolist(), int(targets[-1])] for tokens, targets in rows]
-    words = [str(folder / "tp2-exported"), json.dumps(documents)]
-    command = [sys.executable, "-c", VLLM, *words]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout.splitlines()[-1])
+    answer = tmp_path / "rows.json"
+    engine = Forked(warm_engines.WarmProcess, prompt_logits, folder / "tp2-exported", documents, answer)
+    assert engine.wait(LIMIT_S) == 0, answer.with_suffix(".log").read_text()[-3000:]
+    rows = json.loads(answer.read_text())
     logits = torch.tensor([place for document in rows for place in document])
     log_p = (logits / TEMPERATURE).log_softmax(-1)
     found = log_p.gather(1, batch.targets[:, None]).squeeze(1)

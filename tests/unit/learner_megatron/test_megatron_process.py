@@ -1,4 +1,4 @@
-"""Runs megatron_process.py, the unit tests that need Megatron, in a process of its own.
+"""Runs megatron_process.py, the unit tests that need Megatron, in a process of its own, which has imported it already.
 
 The patches of torch.Tensor and the import system last as long as the process, and no other test should see them.
 """
@@ -6,10 +6,12 @@ The patches of torch.Tensor and the import system last as long as the process, a
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
-from tests.rigs.processes import OURS, ROOT
+import pytest
+
+from tests.rigs import forked_ranks
+from tests.rigs.processes import OURS, ROOT, write_to
 from tests.rigs.waiting import LIMIT_S
 
 INSIDE = Path(__file__).with_name("megatron_process.py")
@@ -47,8 +49,16 @@ assert moe_utils.maybe_move_tensor_to_cpu.__module__ == moe_utils.__name__
 """
 
 
-def test_the_parts_that_need_megatron() -> None:
-    _run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", str(INSIDE))
+def run(words: list[str]) -> int:
+    """In that process: the exit code of pytest, which writes to a log."""
+    write_to(Path(words[0]))
+    return pytest.main(["-q", "-p", "no:cacheprovider", "-W", "default", str(INSIDE)])
+
+
+def test_the_parts_that_need_megatron(tmp_path: Path) -> None:
+    log = tmp_path / "pytest.log"
+    assert forked_ranks.finished(__name__, str(log)) == 0, log.read_text()[-6000:]
+    assert " passed" in log.read_text()
 
 
 def test_with_cuda_the_plain_layers_take_the_place_of_transformer_engine(tmp_path: Path) -> None:
@@ -59,7 +69,6 @@ def test_with_cuda_the_plain_layers_take_the_place_of_transformer_engine(tmp_pat
 
 
 def _run(*words: str, **environment: str) -> None:
-    environment = os.environ | OURS | environment
-    run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, timeout=2 * LIMIT_S)
-    done = run([sys.executable, *words], env=environment)
+    told = {"cwd": ROOT, "env": os.environ | OURS | environment, "timeout": 2 * LIMIT_S}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, **told)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
