@@ -23,3 +23,9 @@ def run(config: Config) -> RunDir:
 def job(tmp_path: Path) -> Path:
     """The file of a job whose model and dataset are there."""
     return write_job(tmp_path)
+
+
+@pytest.fixture
+def one_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures over steps only: each axis takes a second, and here they are not the claim."""
+    monkeypatch.setattr("launch.results.plots.AXES", {"steps": "optimizer steps"})

@@ -264,6 +264,7 @@ def warm_start(folder: Path, steps: int = STEPS) -> RunDir:
     return found
 
 
+@pytest.mark.usefixtures("one_axis")
 def test_warm_starts_are_compared_and_show_the_loss_of_held_out_rows(tmp_path: Path) -> None:
     runs = [warm_start(tmp_path / "one"), warm_start(tmp_path / "two")]
     assert main(["report", *(str(run.path) for run in runs), "--out", str(tmp_path / "out")]) == 0

@@ -145,6 +145,7 @@ def test_rates_of_tokens_follow_from_the_totals_and_leave_out_a_total_that_began
     assert points_of("tokens_per_s", lines[:2]) == [(2, 50.0)]
 
 
+@pytest.mark.usefixtures("one_axis")
 def test_report_works_while_the_first_step_is_the_only_one(run):
     run.metrics.write_text(json.dumps(line(0)) + "\n" + '{"step": 1, "rew')
     assert main(["report", str(run.path)]) == 0
@@ -165,6 +166,7 @@ def test_metrics_without_steps_or_of_another_program_fail_with_the_reason(run, c
     assert f"{run.metrics}: expected" in err
 
 
+@pytest.mark.usefixtures("one_axis")
 def test_a_report_of_lines_that_lack_what_other_releases_have(run, capsys):
     odd = dict.fromkeys(("incarnation", "step_s", "tokens_by_age", "mismatch_by_age", "samples_failed_by_reason"))
     run.metrics.write_text("".join(json.dumps({"step": n, "reward_mean": 0.5} | odd) + "\n" for n in range(3)))
@@ -173,6 +175,7 @@ def test_a_report_of_lines_that_lack_what_other_releases_have(run, capsys):
     assert (found["steps"], found["seconds"]) == (3, None)
 
 
+@pytest.mark.usefixtures("one_axis")
 @pytest.mark.parametrize("name", ["summary.json", "over_steps.png", "report.html"])
 def test_a_file_that_cannot_be_written_is_named_with_the_reason(run, capsys, name, monkeypatch):
     (run.report / name).mkdir(parents=True)
