@@ -76,6 +76,7 @@ def test_a_broker_leaves_a_part_to_the_learner_if_it_cannot_import_it_or_the_run
     assert main(["broker", job, f"{KEY}=parts_here:absent"]) == EXIT_DONE
     own = folder / "new" / "run" / "config.yaml"  # as `up` starts it, which has checked the job
     own.parent.mkdir(parents=True)
+    (own.parent / "run.json").touch()
     write_job(folder / "new", learner={"loss": {"objective": "parts_here:absent"}}).rename(own)
     assert main(["broker", str(own)]) == EXIT_DONE
 
