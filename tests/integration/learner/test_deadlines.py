@@ -61,7 +61,7 @@ def test_a_stopped_rank_is_named_and_killed_and_the_job_resumes(tmp_path: Path, 
             stopped.send_signal(signal.SIGSTOP)
             until(lambda: client.status().learner.state == "stalled", "the status to mention the silence")
             assert_waits_for_rank_1(client.status())
-            until(lambda: seen(("crashed", 1)), "the end of the learner")
+            until(lambda: seen(("gave_up", 1)), "the end of the learner")
             assert not alive(stopped.pid)
             assert "rank 1 silent for " in log_of(job, 0), (
                 "from the watch over ranks, or from the collective that timed out"
