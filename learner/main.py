@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from broker.client.connect import connect_observer
 from common.config.checks import downloaded, resolve_paths
 from common.config.loading import load_either
 from common.config.loss import plugins
@@ -54,11 +55,26 @@ def prepare(
         files = RunFiles(named, run_dir, config)
     if isinstance(config, SftConfig):
         rows = SftSource(config, process.stop_requested)
-        return rows, files.start(rows.dataset.digest) if files else None, files
+        return (
+            rows,
+            files.start(rows.dataset.digest, run_id=sft_run_id(config, run_dir, broker)) if files else None,
+            files,
+        )
     assert config.rl is not None
     if files is None:
         return RolloutSource(config.rl, address), None, None
     return *prepare_lead(config.rl, run_dir, files, broker, process.stop_requested, address), files
+
+
+def sft_run_id(config: BaseConfig, run_dir: RunDir, broker: str | None) -> str:
+    """The id of a warm start: its broker's, where several machines have one but not the run folder in common.
+
+    Raises as `RunDir.identify`; BrokerUnreachable when the broker does not answer.
+    """
+    if not broker:
+        return run_dir.identify()
+    with connect_observer(broker, config.learner.timeout_s / 2, config.broker.credentials, "learner") as client:
+        return client.status().run.run_id
 
 
 def train(

@@ -138,17 +138,22 @@ class RunFiles:
         self.commit: Callable[[int], None] = lambda step: None  # gets the last step of a checkpoint that is durable
 
     def start(
-        self, dataset_digest: str, take_over: Callable[[int, TrainerState], None] | None = None, known: int = -1
+        self,
+        dataset_digest: str,
+        take_over: Callable[[int, TrainerState], None] | None = None,
+        known: int = -1,
+        run_id: str = "",
     ) -> TrainerState:
         """Note that a learner starts; returns the state from which it does: the newest checkpoint's, or version 0.
 
         `take_over` gets the incarnation and the state known so far; no other learner can commit after it has
-        returned. `known`: the newest incarnation that others know. Raises UsageError when the checkpoints are another
-        run's, or were trained on another dataset or from another model.
+        returned. `known`: the newest incarnation that others know. `run_id`: as for `RunDir.label_checkpoints`.
+        Raises UsageError when the checkpoints are another run's, or were trained on another dataset or from another
+        model.
         """
         if self._local is not None:
             self._models = identities(self._config, self._local)
-        self._run_dir.label_checkpoints(self._config)
+        self._run_dir.label_checkpoints(self._config, run_id)
         state = self._newest(dataset_digest)
         record = read_record(self._run_dir)
         self.incarnation = max(record.incarnation if record else -1, state.incarnation, known) + 1
