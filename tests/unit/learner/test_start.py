@@ -275,6 +275,53 @@ def test_a_machine_with_a_run_folder_of_its_own_leads_after_another_one_without_
         lead.files.events.close()
 
 
+def sft_lines(steps: int) -> str:
+    return "".join(f'{{"step":{step},"loss":1.0,"time_s":1.0}}\n' for step in range(steps))
+
+
+@pytest.mark.parametrize("fixed", ["before", "after"])
+@pytest.mark.parametrize("release", ["this", "earlier"])
+def test_a_run_whose_checkpoints_are_in_another_folder_begins_not_again(
+    make_config: MakeConfig, tmp_path: Path, fixed: str, release: str
+) -> None:
+    """The steps of its metrics would be lost."""
+    places: list[str | None] = [None, str(tmp_path / "fast")]
+    former, latter = (
+        make_config(learner={"checkpoint": {"dir": place}}) for place in (places if fixed == "after" else places[::-1])
+    )
+    run_dir, other = RunDir.of(former), RunDir.of(latter)
+    run_dir.prepare(former)
+    files = RunFiles(former, run_dir)
+    files.start("digest")
+    files.events.close()
+    complete(files.checkpoints, 3, "digest")
+    run_dir.metrics.write_text(sft_lines(4))
+    if release == "earlier":
+        record = msgspec.json.decode(run_dir.learner_json.read_bytes())
+        write_json(run_dir.learner_json, {key: value for key, value in record.items() if key != "checkpoints"})
+    other.prepare(latter)
+    files = RunFiles(latter, other)
+    if (fixed, release) != ("before", "earlier"):  # such a record does not say where they are
+        with refused(UsageError, "learner.checkpoint.dir", other.checkpoints, run_dir.checkpoints, run_dir.metrics):
+            files.start("digest")
+        assert (run_dir.metrics.read_text(), other.checkpoints.exists()) == (sft_lines(4), False)
+    run_dir.checkpoints.rename(other.checkpoints)
+    assert files.start("digest").policy_version == 3
+    files.events.close()
+
+
+def test_a_run_that_was_moved_before_its_first_checkpoint_begins_again(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config()
+    for folder in (Path(config.run.dir), tmp_path / "moved"):
+        RunDir(folder).prepare(config)
+        files = RunFiles(config, RunDir(folder))
+        assert files.start("digest").policy_version == 0
+        files.events.close()
+        (folder / "metrics.jsonl").write_text(sft_lines(4))
+        if folder.name != "moved":
+            folder.rename(tmp_path / "moved")
+
+
 def test_a_learner_leaves_the_checkpoints_of_another_run_as_they_are(
     make_config: MakeConfig, memory: MemoryBroker, tmp_path: Path
 ) -> None:
