@@ -142,16 +142,23 @@ def train(
 
 @contextmanager
 def only_warm_start(run_dir: RunDir) -> Iterator[None]:
-    """Keep a second warm start out of the run folder; raises UsageError when there is one, on any machine."""
+    """Keep a second warm start out of the run folder and of its checkpoints, which a copy of the run may share.
+
+    Raises UsageError when there is one, on any machine.
+    """
+    places = {"run.dir": run_dir.path}
+    if not run_dir.checkpoints.is_relative_to(run_dir.path):
+        places["learner.checkpoint.dir"] = run_dir.checkpoints
     with ExitStack() as stack:
-        try:
-            run_dir.path.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(take_lock(run_dir.sft_lock))
-        except AlreadyLocked as error:
-            who = f"a warm start runs in {run_dir.path} (pid {error.holder}, maybe of another machine)"
-            raise UsageError(f"run.dir: {who}; stop it first, or choose another run.dir") from None
-        except OSError as error:
-            logger.warning("%s cannot be locked, so nothing keeps a second warm start out: %s", run_dir.path, error)
+        for key, folder in places.items():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(take_lock(folder / run_dir.sft_lock.name))
+            except AlreadyLocked as error:
+                who = f"a warm start runs in {folder} (pid {error.holder}, maybe of another machine)"
+                raise UsageError(f"{key}: {who}; stop it first, or choose another {key}") from None
+            except OSError as error:
+                logger.warning("%s cannot be locked, so nothing keeps a second warm start out: %s", folder, error)
         yield
 
 

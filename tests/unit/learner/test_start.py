@@ -427,6 +427,13 @@ def test_a_second_warm_start_is_kept_out_where_files_can_be_locked(
         pass
     with only_warm_start(run_dir):
         pass
+    shared = str(tmp_path / "shared")  # by a run and its copy
+    run, copy = RunDir(tmp_path / "a", shared), RunDir(tmp_path / "b", shared)
+    words = ("learner.checkpoint.dir", shared, f"pid {os.getpid()}")
+    with only_warm_start(run), refused(UsageError, *words), only_warm_start(copy):
+        pass
+    with only_warm_start(copy):
+        pass
     monkeypatch.setattr("fcntl.flock", lambda *_: os.open("/nowhere", os.O_RDONLY))
     with only_warm_start(run_dir):
         assert "nothing keeps a second warm start out" in caplog.text
