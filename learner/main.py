@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from broker.client.connect import connect_observer
 from common.config.checks import downloaded, resolve_paths
 from common.config.loading import load_either
 from common.config.loss import plugins
@@ -54,11 +55,26 @@ def prepare(
         files = RunFiles(named, run_dir, config)
     if isinstance(config, SftConfig):
         rows = SftSource(config, process.stop_requested)
-        return rows, files.start(rows.dataset.digest) if files else None, files
+        return (
+            rows,
+            files.start(rows.dataset.digest, run_id=sft_run_id(config, run_dir, broker)) if files else None,
+            files,
+        )
     assert config.rl is not None
     if files is None:
         return RolloutSource(config.rl, address), None, None
     return *prepare_lead(config.rl, run_dir, files, broker, process.stop_requested, address), files
+
+
+def sft_run_id(config: BaseConfig, run_dir: RunDir, broker: str | None) -> str:
+    """The id of a warm start: its broker's, where several machines have one but not the run folder in common.
+
+    Raises as `RunDir.identify`; BrokerUnreachable when the broker does not answer.
+    """
+    if not broker:
+        return run_dir.identify()
+    with connect_observer(broker, config.learner.timeout_s / 2, config.broker.credentials, "learner") as client:
+        return client.status().run.run_id
 
 
 def train(
@@ -126,16 +142,23 @@ def train(
 
 @contextmanager
 def only_warm_start(run_dir: RunDir) -> Iterator[None]:
-    """Keep a second warm start out of the run folder; raises UsageError when there is one, on any machine."""
+    """Keep a second warm start out of the run folder and of its checkpoints, which a copy of the run may share.
+
+    Raises UsageError when there is one, on any machine.
+    """
+    places = {"run.dir": run_dir.path}
+    if not run_dir.checkpoints.is_relative_to(run_dir.path):
+        places["learner.checkpoint.dir"] = run_dir.checkpoints
     with ExitStack() as stack:
-        try:
-            run_dir.path.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(take_lock(run_dir.sft_lock))
-        except AlreadyLocked as error:
-            who = f"a warm start runs in {run_dir.path} (pid {error.holder}, maybe of another machine)"
-            raise UsageError(f"run.dir: {who}; stop it first, or choose another run.dir") from None
-        except OSError as error:
-            logger.warning("%s cannot be locked, so nothing keeps a second warm start out: %s", run_dir.path, error)
+        for key, folder in places.items():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(take_lock(folder / run_dir.sft_lock.name))
+            except AlreadyLocked as error:
+                who = f"a warm start runs in {folder} (pid {error.holder}, maybe of another machine)"
+                raise UsageError(f"{key}: {who}; stop it first, or choose another {key}") from None
+            except OSError as error:
+                logger.warning("%s cannot be locked, so nothing keeps a second warm start out: %s", folder, error)
         yield
 
 

@@ -98,7 +98,8 @@ class RunDir:
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
         self.checkpoints = Path(checkpoints) if checkpoints else self.path / "checkpoints"
-        self._label = self.checkpoints / "config.yaml"  # outside of RUN: whose checkpoints they are
+        self._label = self.checkpoints / "config.yaml"  # in any other folder: whose checkpoints they are
+        self._owner = self.checkpoints / "run_id"  # beside it; a label of an earlier release has none
         self.model = self.path / "model"
         self.critic = self.path / "critic"  # the final value model, with learner.critic
         self.logs = self.path / "logs"
@@ -133,15 +134,12 @@ class RunDir:
     @property
     def run_id(self) -> str:
         """The id that `identify` made; '' where none has. Raises UsageError when it cannot be read."""
-        try:
-            return self.run_id_file.read_text("ascii")
-        except FileNotFoundError:
-            return ""
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"run.dir: {self.run_id_file} cannot be read: {error}") from error
+        return _read_id(self.run_id_file, "run.dir")
 
     def identify(self) -> str:
         """The run's random id, which its first broker makes here and every later one repeats, with whichever store.
+
+        `up` makes it before its broker starts, and a warm start without a broker makes it itself.
 
         Raises UsageError when it cannot be read or written, DiskFull when the disk is full.
         """
@@ -192,20 +190,40 @@ class RunDir:
         """Raise OtherRun when RUN/config.yaml computes something else than `config`."""
         _check_same(self.config, config, "run.dir", changeable(config))
 
-    def check_checkpoints(self, config: BaseConfig) -> None:
-        """Raise OtherRun when the folder of checkpoints is another run's: learner.checkpoint.dir may name any."""
+    def check_checkpoints(self, config: BaseConfig, run_id: str = "") -> None:
+        """Raise OtherRun when the folder of checkpoints is another run's: learner.checkpoint.dir may name any.
+
+        `run_id`: of this run; '' while it is not known here. Raises UsageError when a file cannot be read.
+        """
         may_differ = (*changeable(config), *OF_A_MACHINE)
         other = RunDir(self.checkpoints.parent)
         _check_same(self._label, config, "learner.checkpoint.dir", may_differ)
         if other.run_json.exists() and other.checkpoints == self.checkpoints:
             _check_same(other.config, config, "learner.checkpoint.dir", may_differ)
+            self._check_owner(other.run_id, run_id, f"{other.path}")
+        if theirs := _read_id(self._owner, "learner.checkpoint.dir"):
+            folder = load_either(self._label).run.dir if self._label.exists() else "another folder"
+            self._check_owner(theirs, run_id, folder, f". If the checkpoints are for this run, remove {self._owner}")
 
-    def label_checkpoints(self, config: BaseConfig) -> None:
-        """Say in a folder of checkpoints outside of RUN whose they are. Raises as `check_checkpoints` and `prepare`."""
-        self.check_checkpoints(config)
+    def _check_owner(self, theirs: str, ours: str, folder: str, hint: str = "") -> None:
+        if theirs and ours and theirs != ours:
+            text = (
+                f"learner.checkpoint.dir: {self.checkpoints} belongs to the run of {folder}, id {theirs}; the run of "
+            )
+            text += f"{self.path} has id {ours}. Choose another learner.checkpoint.dir, or continue with "
+            raise OtherRun(f"{text}run.dir={folder}{hint}")
+
+    def label_checkpoints(self, config: BaseConfig, run_id: str = "") -> None:
+        """Say in a folder of checkpoints whose they are, unless it is RUN/checkpoints. `run_id`: '' where unknown.
+
+        Raises as `check_checkpoints` and `prepare`.
+        """
+        self.check_checkpoints(config, run_id)
         try:
-            if not self.checkpoints.is_relative_to(self.path):
+            if self.checkpoints != self.path / "checkpoints":
                 write_atomic(self._label, dump_yaml(config).encode())
+                if run_id:
+                    write_atomic(self._owner, run_id.encode())
         except OSError as error:
             raise unwritable("learner.checkpoint.dir", self.checkpoints, error) from error
 
@@ -253,6 +271,15 @@ def unwritable(key: str, folder: Path, error: OSError) -> SlipstreamError:
     """The error about a place that `key` names: UsageError unless the disk is full."""
     kind = DiskFull if error.errno in files.FULL else UsageError
     return kind(f"{key}: {folder} cannot be written: {error}")
+
+
+def _read_id(file: Path, key: str) -> str:
+    try:
+        return file.read_text("ascii")
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{key}: {file} cannot be read: {error}") from error
 
 
 def _check_same(file: Path, config: BaseConfig, key: str, may_differ: Sequence[str]) -> None:

@@ -42,7 +42,7 @@ def check_run(run: RunDir, config: BaseConfig) -> tuple[list[Finding], bool]:
     found: list[Finding] = []
     try:
         run.check_agrees(config)
-        run.check_checkpoints(config)
+        run.check_checkpoints(config, run.run_id)
     except UsageError as error:
         why = "a run continues with the config that it began with"
         found.append(problem("run", "other_config", str(error), why=why, fix="another folder, or remove it"))

@@ -8,11 +8,15 @@ import argparse
 import hashlib
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import get_args
+
+import msgspec
 
 from broker.contract import LEARNER_ENDED
 from common.config.loading import load_either
@@ -22,7 +26,7 @@ from common.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from common.process.lifecycle import DrainFlag
 from common.process.lock_file import only_one
 from common.process.logs import setup_logging
-from common.process.run_dir import RunDir
+from common.process.run_dir import RunDir, unwritable, write_json
 from launch.resolve_target import find_run
 from launch.sinks import trackers
 from launch.sinks.feed import FedRun, Feed, Sink
@@ -33,6 +37,21 @@ logger = logging.getLogger(__name__)
 
 OVER_FOR_S = 3.0  # a broker or learner that is started again at once is no end of the run
 TOLD_S = 10.0  # after SIGTERM for the rest of the lines
+
+
+class TrackedRun(msgspec.Struct, frozen=True):
+    """RUN/sinks/tracked_run.json: the id of this run in its trackers, and the folder that fed them last."""
+
+    id: str
+    folder: str
+    inode: int  # a folder that was moved keeps it on its file system
+
+    @classmethod
+    def read(cls, file: Path) -> "TrackedRun | None":
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=cls)
+        except (OSError, ValueError):
+            return None
 
 
 def command(args: argparse.Namespace) -> int:
@@ -46,8 +65,37 @@ def command(args: argparse.Namespace) -> int:
     with only_one(run.sinks / "lock", "feeds its trackers already"):
         setup_logging("sinks", "0", run.logs, config.telemetry.log_level)
         os.nice(10)  # the job goes first
-        origin = run.run_json.read_bytes() if run.run_json.exists() else str(run.path.resolve()).encode()
-        return watch(FedRun(run, config, hashlib.sha256(origin).hexdigest()[:12]), names, DrainFlag.install())
+        return watch(FedRun(run, config, tracked_id(run)), names, DrainFlag.install())
+
+
+def tracked_id(run: RunDir) -> str:
+    """The id of the run in its trackers; a new one for a copy of a run, because the original feeds the other.
+
+    Those trackers then get the copy from its first line on. Raises UsageError when RUN/sinks cannot be written,
+    DiskFull when the disk is full.
+    """
+    file = run.sinks / "tracked_run.json"
+    cursors = [run.sinks / f"{name}.json" for name in trackers.BY_ID]
+    try:
+        folder, inode = str(run.path.resolve()), run.path.stat().st_ino
+        before = TrackedRun.read(file)
+        if before is not None and folder != before.folder and inode != before.inode:
+            for cursor in cursors:
+                cursor.unlink(missing_ok=True)
+            told = "%s is no longer the folder %s that its trackers know; %s get another run, from the first step on"
+            logger.warning(told, folder, before.folder, ", ".join(trackers.BY_ID))
+            known = secrets.token_hex(6)
+        elif before is not None:
+            known = before.id
+        elif any(cursor.exists() for cursor in cursors):  # an earlier release wrote them
+            origin = run.run_json.read_bytes() if run.run_json.exists() else folder.encode()
+            known = hashlib.sha256(origin).hexdigest()[:12]
+        else:
+            known = secrets.token_hex(6)
+        write_json(file, TrackedRun(known, folder, inode))
+    except OSError as error:
+        raise unwritable("run.dir", run.sinks, error) from error
+    return known
 
 
 def by_hand(config: BaseConfig, run: RunDir) -> None:

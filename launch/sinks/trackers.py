@@ -13,6 +13,7 @@ import msgspec
 from launch.sinks.feed import Cursor, FedRun, Point, leaves
 
 PROJECT = "slipstream"
+BY_ID = ("wandb", "mlflow", "trackio")  # these know a run by FedRun.id, wherever its folder is
 WANDB_FLUSH_S = 0.1
 WANDB_STEPS = 16  # numbers of W&B's own step per step of the run; those between are for evaluations
 

@@ -65,6 +65,7 @@ def command(args: argparse.Namespace) -> int:
         if not places:  # all roles run with this interpreter
             need_packages("learner", *["rollout"] * bool(config.rollout.nodes))
         run.prepare(config)
+        run.check_checkpoints(config, run.identify())
         found.keep(run)
         for stale in (run.broker_json, run.status_json, run.recovering):
             stale.unlink(missing_ok=True)

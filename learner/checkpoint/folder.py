@@ -99,20 +99,20 @@ class CheckpointFolder:
 
     def __init__(self, folder: Path, keep: int, best: Best | None = None) -> None:
         """Besides the newest `keep` checkpoints stay those that `best` chooses."""
-        self._folder = folder
+        self.folder = folder
         self._keep = keep
         self._token = secrets.token_hex(4)
         self.best = best
 
     def steps(self) -> dict[int, Path]:
         """Step to path of every checkpoint that has its name, oldest first."""
-        if not self._folder.is_dir():
+        if not self.folder.is_dir():
             return {}
-        return dict(sorted((int(m[1]), p) for p in self._folder.iterdir() if (m := _NAME.fullmatch(p.name))))
+        return dict(sorted((int(m[1]), p) for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name))))
 
     def path(self, version: int) -> Path:
         """Where the checkpoint of `version` is when it is complete."""
-        return self._folder / f"step-{version:06d}"
+        return self.folder / f"step-{version:06d}"
 
     def newest(self) -> tuple[Path, TrainerState] | None:
         """The newest checkpoint and its state; None when the run has none. Raises as `read_checkpoint`."""
@@ -121,9 +121,9 @@ class CheckpointFolder:
 
     def remove_incomplete(self) -> list[str]:
         """Remove what a killed learner left half written or half removed; returns the names."""
-        if not self._folder.is_dir():
+        if not self.folder.is_dir():
             return []
-        left = [path for path in self._folder.iterdir() if _HIDDEN.fullmatch(path.name)]
+        left = [path for path in self.folder.iterdir() if _HIDDEN.fullmatch(path.name)]
         for path in left:
             shutil.rmtree(path)
         return sorted(path.name for path in left)
@@ -133,13 +133,13 @@ class CheckpointFolder:
 
         The name is this object's own. A learner that was replaced may still write the same version.
         """
-        return self._folder / f".step-{version:06d}.{self._token}.tmp"
+        return self.folder / f".step-{version:06d}.{self._token}.tmp"
 
     def lacks_room(self) -> bool:
         """Whether the disk is too full for one more checkpoint like the newest; raises OSError."""
         newest = next(reversed(self.steps().values()), None)
         files = newest.rglob("*") if newest is not None else ()
-        return shutil.disk_usage(self._folder).free <= sum(path.stat().st_size for path in files)
+        return shutil.disk_usage(self.folder).free <= sum(path.stat().st_size for path in files)
 
     def remove_scratch(self, version: int) -> None:
         """Remove what was written of version `version`, as far as that is possible.
@@ -167,7 +167,7 @@ class CheckpointFolder:
         sync(scratch)
         # A learner that was replaced while it wrote may have completed this version; the broker has not committed it.
         replace_folder(scratch, final)
-        sync(self._folder)
+        sync(self.folder)
         return final
 
     def prune(self) -> None:
@@ -176,9 +176,9 @@ class CheckpointFolder:
         best.json is replaced before the checkpoint that it named is removed.
         """
         found = self.steps()
-        chosen = self.best.choose(self._folder, found) if self.best else set[int]()
+        chosen = self.best.choose(self.folder, found) if self.best else set[int]()
         if self.best is None:
-            (self._folder / BEST_FILE).unlink(missing_ok=True)  # the run kept the best until now
+            (self.folder / BEST_FILE).unlink(missing_ok=True)  # the run kept the best until now
         for version in list(found)[: -self._keep]:
             if version not in chosen:
                 remove_folder(found[version])

@@ -89,7 +89,7 @@ class LeadRank(RolloutSource):
         if self.config.telemetry.transcripts != "none":
             self._transcripts.start()  # now, because the imports of the model's libraries are over
         attached = self.broker.attach(self.reporter.snapshot())
-        check_not_behind(version, attached.committed_step)
+        check_not_behind(version, attached.committed_step, self.files.checkpoints.folder)
         self.broker.evaluate(None, [], [])  # an earlier learner may have left a round
         self._watch.begin(version)
         if not self.tasks.attach(attached):
@@ -300,12 +300,15 @@ def prepare_lead(
         deadline_s=min(BROKER_WAIT_S, config.learner.timeout_s / 2),  # the other ranks wait in a collective meanwhile
     )
     several = config.learner.machines > 1
-    known = -1
-    if several:  # a learner on another machine may have left its record with the broker
+    known, run_id = -1, run_dir.run_id
+    # A learner on another machine may have left its record with the broker; a RUN of its own has no id.
+    if several or (config.learner.checkpoint.dir and not run_id):
         with connect(access) as client:
-            known = before.incarnation if (before := client.status().learner) else -1
+            status = client.status()
+        known = status.learner.incarnation if status.learner and several else -1
+        run_id = run_id or status.run.run_id
     reporter = StatusReporter(lambda: connect(access), None if several else run_dir.logs, run_dir.run_id)
-    state = files.start(source.digest, reporter.take_over, known)
+    state = files.start(source.digest, reporter.take_over, known, run_id)
     reporter.resume(state)
     reporter.set("starting", WaitFor(WaitKind.MODEL))
     credentials = curve_credentials(config.broker.credentials)

@@ -48,6 +48,7 @@ class LearnerRecord(msgspec.Struct, frozen=True):
     birth: str = ""  # as lifecycle.birth_of
     host: str = ""  # its machine; '' in the record of an earlier version
     space: str = ""  # as lifecycle.pid_space; '' in the record of an earlier version
+    checkpoints: str = ""  # their folder, relative to RUN where it is inside; '' in the record of an earlier version
 
     @property
     def runs_here(self) -> bool:
@@ -79,7 +80,10 @@ def write_record(run_dir: RunDir, incarnation: int, state: str, policy_version: 
     if newest is not None and newest.incarnation > incarnation:
         return
     now, pid, host = time.time(), os.getpid(), socket.gethostname()
-    record = LearnerRecord(pid, incarnation, state, policy_version, now, birth_of(pid), host, pid_space())
+    folder = run_dir.checkpoints
+    inside = folder.is_relative_to(run_dir.path)  # a run that was moved still finds them
+    known = {"checkpoints": f"{folder.relative_to(run_dir.path) if inside else folder}"}
+    record = LearnerRecord(pid, incarnation, state, policy_version, now, birth_of(pid), host, pid_space(), **known)
     write_json(run_dir.learner_json, record)
 
 
@@ -138,19 +142,25 @@ class RunFiles:
         self.commit: Callable[[int], None] = lambda step: None  # gets the last step of a checkpoint that is durable
 
     def start(
-        self, dataset_digest: str, take_over: Callable[[int, TrainerState], None] | None = None, known: int = -1
+        self,
+        dataset_digest: str,
+        take_over: Callable[[int, TrainerState], None] | None = None,
+        known: int = -1,
+        run_id: str = "",
     ) -> TrainerState:
         """Note that a learner starts; returns the state from which it does: the newest checkpoint's, or version 0.
 
         `take_over` gets the incarnation and the state known so far; no other learner can commit after it has
-        returned. `known`: the newest incarnation that others know. Raises UsageError when the checkpoints are another
-        run's, or were trained on another dataset or from another model.
+        returned. `known`: the newest incarnation that others know. `run_id`: as for `RunDir.label_checkpoints`.
+        Raises UsageError when the checkpoints are another run's or in another folder, or were trained on another
+        dataset or from another model.
         """
         if self._local is not None:
             self._models = identities(self._config, self._local)
-        self._run_dir.label_checkpoints(self._config)
-        state = self._newest(dataset_digest)
         record = read_record(self._run_dir)
+        self._check_place(record)
+        self._run_dir.label_checkpoints(self._config, run_id)
+        state = self._newest(dataset_digest)
         self.incarnation = max(record.incarnation if record else -1, state.incarnation, known) + 1
         if take_over is not None:
             take_over(self.incarnation, state)
@@ -170,6 +180,22 @@ class RunFiles:
         self.note("learner_started", incarnation=self.incarnation, step=step, checkpoint=str(path))
         changed = {"config_digest": digest, "schedule_ends": ends, "models": self._models or state.models}
         return replace(state, incarnation=self.incarnation, **changed)
+
+    def _check_place(self, record: LearnerRecord | None) -> None:
+        """Raise UsageError when the run would begin again in an empty folder, because its checkpoints are elsewhere."""
+        folder, run, metrics = self.checkpoints.folder, self._run_dir.path, self._run_dir.metrics
+        if record is None or self.checkpoints.steps() or not metrics.exists():
+            return
+        former = run / (record.checkpoints or "checkpoints")
+        known = record.checkpoints or any(former.glob("step-*"))
+        if not known or former.resolve() == folder.resolve():
+            return
+        if lines := read_tail(metrics, self._config.step_metrics).lines:
+            found = f"{folder} has no checkpoint, and {metrics} has steps up to {lines[-1].step}"
+            value = "null" if former == run / "checkpoints" else f"{former}"
+            hint = f"set learner.checkpoint.dir={value}, move its files to {folder}, or begin anew in another run.dir"
+            expected = f"expected the folder of this run's checkpoints, which was {former}"
+            raise UsageError(f"learner.checkpoint.dir: {found}; {expected}: {hint}")
 
     def _newest(self, dataset_digest: str) -> TrainerState:
         path, state = self.checkpoints.newest() or (None, None)

@@ -100,14 +100,18 @@ def task_source(config: Config) -> TaskSource | Mixture:
     return Mixture(sources, weights, seed, tasks.curriculum)
 
 
-def check_not_behind(version: int, committed_step: int) -> None:
-    """Refuse a checkpoint of `version` that lacks steps which the broker has committed; -1 for none."""
+def check_not_behind(version: int, committed_step: int, checkpoints: Path) -> None:
+    """Refuse a checkpoint of `version` that lacks steps which the broker has committed; -1 for none.
+
+    Raises UsageError, which names the folder `checkpoints`.
+    """
     if committed_step >= version:
         first = f"its checkpoint is of step {version}" if version else "it has no checkpoint"
         raise UsageError(
             f"the learner would train step {version} next ({first}). The broker has committed steps up to "
             f"{committed_step}: the groups of steps {version} to {committed_step} are gone. Put a checkpoint of step "
-            f"{committed_step + 1} back into RUN/checkpoints, or start anew in another run.dir"
+            f"{committed_step + 1} back into {checkpoints} (learner.checkpoint.dir), or start anew in another run.dir, "
+            "and in another learner.checkpoint.dir if that is set"
         )
 
 

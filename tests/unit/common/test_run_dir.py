@@ -128,6 +128,40 @@ def test_checkpoints_of_another_run_are_refused_with_the_key(config, tmp_path):
     assert isinstance(refused.value.__cause__, OSError)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_checkpoints_of_a_run_with_another_id_are_refused_and_a_moved_run_goes_on(config, tmp_path, inside):
+    shared = tmp_path / "first" / "ck" if inside else tmp_path / "shared"
+    document = msgspec.to_builtins(changed(config, run__dir=str(tmp_path / "first")))
+    document["learner"]["checkpoint"]["dir"] = str(shared)
+    first = msgspec.convert(document, type(config))
+    second = changed(first, run__dir=str(tmp_path / "second"))
+    RunDir.of(second).prepare(second)
+    RunDir.of(first).label_checkpoints(first)  # as an earlier release
+    for _ in range(2):
+        RunDir.of(first).label_checkpoints(first, "a")
+        with pytest.raises(OtherRun) as other:
+            RunDir.of(second).label_checkpoints(second, "b")
+        text = f"{other.value}"
+        assert all(fact in text for fact in ("learner.checkpoint.dir", f"run.dir={first.run.dir}", "id a", "id b"))
+        assert (shared / "run_id").read_text() == "a"
+    RunDir.of(second).check_checkpoints(second)  # a machine that does not know the id
+    RunDir.of(second).label_checkpoints(second, "a")  # the run was moved
+    (shared / "run_id").unlink()
+    RunDir.of(second).label_checkpoints(second, "b")
+    with pytest.raises(OtherRun):
+        RunDir.of(first).check_checkpoints(first, "a")
+
+
+def test_the_checkpoints_in_the_folder_of_a_run_belong_to_it(config, tmp_path):
+    RunDir.of(config).prepare(config)
+    own = RunDir.of(config).identify()
+    RunDir.of(config).label_checkpoints(config, own)
+    assert not RunDir.of(config).checkpoints.exists()
+    with pytest.raises(OtherRun) as other:
+        RunDir(tmp_path / "second", str(RunDir.of(config).checkpoints)).check_checkpoints(config, "b")
+    assert f"id {own}" in str(other.value)
+
+
 def test_the_first_broker_gives_the_run_an_id_that_stays(tmp_path, monkeypatch):
     run, linked = RunDir(tmp_path), os.link
     assert run.run_id == ""

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -174,6 +175,20 @@ def test_a_node_of_a_config_joins_no_other_job_and_may_differ_where_its_machine_
         own = [f"model.path={folder / 'copy'}", "rollout.concurrency=9", f"tasks.limits.python={sys.executable}"]
         assert main(["rollout", str(job), address, *own]) == 0
     assert started == [server.address]
+
+
+def test_up_starts_nothing_beside_the_checkpoints_of_another_run(job, capsys, monkeypatch):
+    jobs = []
+    monkeypatch.setattr("launch.up.up.Job", lambda *_: SimpleNamespace(run=lambda *_: jobs.append("one") or 0))
+    shared = job.parent / "shared"
+    config, run = load_job(str(job), [f"learner.checkpoint.dir={shared}"])
+    words = ["up", str(job), f"learner.checkpoint.dir={shared}"]
+    assert main(words) == 0
+    run.label_checkpoints(config, run.run_id)
+    assert main(words) == 0
+    said = refusal(capsys, *words, f"run.dir={job.parent / 'second'}")
+    assert all(fact in said for fact in ("learner.checkpoint.dir", str(shared), f"run.dir={run.path}", run.run_id))
+    assert len(jobs) == 2
 
 
 def test_a_learner_joins_no_other_job_and_no_other_run_and_waits_for_a_broker_that_is_late(job, capsys, monkeypatch):

@@ -1,6 +1,8 @@
 """Points and cursors, feeds that hang or fail, and the process around them, also as a role of `up`."""
 
 import dataclasses
+import hashlib
+import shutil
 import socket
 import sys
 import threading
@@ -16,7 +18,7 @@ from common.config.observing import TelemetryConfig
 from common.metrics import SftMetrics, StepMetrics
 from common.process.lifecycle import DrainFlag
 from common.process.lock_file import take_lock
-from common.process.run_dir import write_json
+from common.process.run_dir import RunDir, write_json
 from common.run_reader import line_decoder
 from launch.cli import main
 from launch.sinks import feed as module
@@ -267,6 +269,29 @@ def test_a_second_process_is_refused(run, capsys) -> None:
     lock = take_lock(run.sinks / "lock")
     with lock:
         assert "feeds its" in refusal(capsys, "sinks", str(run.path), "--sink", "prometheus")
+
+
+def test_a_copy_of_a_run_gets_another_id_in_its_trackers_and_a_moved_run_keeps_it(run, tmp_path, caplog) -> None:
+    first = process.tracked_id(run)
+    for name in ("wandb", "tensorboard"):
+        write_json(run.sinks / f"{name}.json", Cursor(step=9))
+    copy, moved = RunDir(tmp_path / "copy"), RunDir(tmp_path / "moved")
+    shutil.copytree(run.path, copy.path)
+    run.path.rename(moved.path)
+    assert {process.tracked_id(moved) for _ in range(2)} == {first}
+    assert kept(moved, "wandb").step == 9
+    assert not caplog.records
+    (other,) = {process.tracked_id(copy) for _ in range(2)}
+    assert other != first
+    assert not (copy.sinks / "wandb.json").exists(), "it gets the whole run"
+    assert kept(copy, "tensorboard").step == 9, "its files are in RUN, and were copied"
+    (said,) = caplog.messages
+    assert str(run.path) in said and str(copy.path) in said
+
+
+def test_the_id_of_a_run_that_an_earlier_release_fed_stays(run) -> None:
+    write_json(run.sinks / "mlflow.json", Cursor(step=9))
+    assert process.tracked_id(run) == hashlib.sha256(run.run_json.read_bytes()).hexdigest()[:12]
 
 
 @pytest.mark.slow

@@ -20,14 +20,14 @@ from broker.contract import RunInfo
 from common.config.optimizer import OptimizerConfig
 from common.config.schema import Config
 from common.errors import BrokerError, BrokerUnreachable, UsageError
-from common.process.run_dir import BrokerFile, RunDir, find_broker, write_json
+from common.process.run_dir import BrokerFile, OtherRun, RunDir, find_broker, write_json
 from common.waste import Waste
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
 from learner.loop.lead_rank import LeadRank, prepare_lead
 from learner.loop.run_files import RunFiles, read_record, write_record
 from learner.loop.status_reporter import StatusReporter
-from learner.main import only_warm_start, train
-from tests.rigs.brokers import MemoryBroker, MemoryLearner
+from learner.main import only_warm_start, sft_run_id, train
+from tests.rigs.brokers import MemoryBroker, MemoryLearner, run_info
 from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S
 
@@ -74,7 +74,7 @@ def test_incarnations_count_over_records_and_checkpoints(make_config: MakeConfig
 
 
 def prepare(config: Config) -> tuple[LeadRank, TrainerState]:
-    run_dir = RunDir(config.run.dir)
+    run_dir = RunDir.of(config)
     run_dir.prepare(config)
     return prepare_lead(config, run_dir, RunFiles(config, run_dir), "tcp://127.0.0.1:9", lambda: None)
 
@@ -266,12 +266,87 @@ def test_a_machine_with_a_run_folder_of_its_own_leads_after_another_one_without_
     make_config: MakeConfig, memory: MemoryBroker, tmp_path: Path
 ) -> None:
     """Otherwise the broker refuses it, or nodes take its weights for those of the learner before."""
+    memory.state.run = msgspec.structs.replace(memory.state.run, run_id="a")
     config = make_config(learner={"machines": 2, "world_size": 2, "checkpoint": {"dir": str(tmp_path / "shared")}})
     for number, machine in enumerate(("h1", "h1", "h2")):
         run = msgspec.structs.replace(config.run, dir=str(tmp_path / machine))
         lead, state = prepare(msgspec.structs.replace(config, run=run))
         assert state.incarnation == number
         lead.files.events.close()
+
+
+def sft_lines(steps: int) -> str:
+    return "".join(f'{{"step":{step},"loss":1.0,"time_s":1.0}}\n' for step in range(steps))
+
+
+@pytest.mark.parametrize("fixed", ["before", "after"])
+@pytest.mark.parametrize("release", ["this", "earlier"])
+def test_a_run_whose_checkpoints_are_in_another_folder_begins_not_again(
+    make_config: MakeConfig, tmp_path: Path, fixed: str, release: str
+) -> None:
+    """The steps of its metrics would be lost."""
+    places: list[str | None] = [None, str(tmp_path / "fast")]
+    former, latter = (
+        make_config(learner={"checkpoint": {"dir": place}}) for place in (places if fixed == "after" else places[::-1])
+    )
+    run_dir, other = RunDir.of(former), RunDir.of(latter)
+    run_dir.prepare(former)
+    files = RunFiles(former, run_dir)
+    files.start("digest")
+    files.events.close()
+    complete(files.checkpoints, 3, "digest")
+    run_dir.metrics.write_text(sft_lines(4))
+    if release == "earlier":
+        record = msgspec.json.decode(run_dir.learner_json.read_bytes())
+        write_json(run_dir.learner_json, {key: value for key, value in record.items() if key != "checkpoints"})
+    other.prepare(latter)
+    files = RunFiles(latter, other)
+    if (fixed, release) != ("before", "earlier"):  # such a record does not say where they are
+        with refused(UsageError, "learner.checkpoint.dir", other.checkpoints, run_dir.checkpoints, run_dir.metrics):
+            files.start("digest")
+        assert (run_dir.metrics.read_text(), other.checkpoints.exists()) == (sft_lines(4), False)
+    run_dir.checkpoints.rename(other.checkpoints)
+    assert files.start("digest").policy_version == 3
+    files.events.close()
+
+
+def test_a_run_that_was_moved_before_its_first_checkpoint_begins_again(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config()
+    for folder in (Path(config.run.dir), tmp_path / "moved"):
+        RunDir(folder).prepare(config)
+        files = RunFiles(config, RunDir(folder))
+        assert files.start("digest").policy_version == 0
+        files.events.close()
+        (folder / "metrics.jsonl").write_text(sft_lines(4))
+        if folder.name != "moved":
+            folder.rename(tmp_path / "moved")
+
+
+def test_a_learner_leaves_the_checkpoints_of_another_run_as_they_are(
+    make_config: MakeConfig, memory: MemoryBroker, tmp_path: Path
+) -> None:
+    """The learner of the other run may be alive, in the middle of a checkpoint."""
+    shared = tmp_path / "shared"
+    config = make_config(learner={"checkpoint": {"dir": str(shared)}})
+    memory.state.run = msgspec.structs.replace(memory.state.run, run_id="a")
+    lead, _ = prepare(config)  # a folder of its own: the broker knows the id
+    lead.files.events.close()
+    scratch = lead.files.checkpoints.begin(2).parent
+    memory.state = MemoryBroker(run_info(run_id="b")).state
+    with refused(OtherRun, "learner.checkpoint.dir", str(shared), f"run.dir={config.run.dir}"):
+        prepare(msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, dir=str(tmp_path / "second"))))
+    assert scratch.exists()
+
+
+def test_a_warm_start_has_an_id_of_its_own_or_that_of_the_broker_of_its_machines(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config()
+    run_dir = RunDir(config.run.dir)
+    run_dir.prepare(config)
+    monkeypatch.setattr("learner.main.connect_observer", lambda *_: MemoryBroker(run_info(run_id="a")).learner())
+    assert (sft_run_id(config, run_dir, "tcp://127.0.0.1:9"), run_dir.run_id) == ("a", "")
+    assert sft_run_id(config, run_dir, None) == run_dir.run_id != ""
 
 
 def test_a_learner_that_cannot_send_weights_takes_no_run_over_and_one_that_cannot_bind_has_failed(
@@ -351,6 +426,13 @@ def test_a_second_warm_start_is_kept_out_where_files_can_be_locked(
     with only_warm_start(run_dir), refused(UsageError, *words), only_warm_start(run_dir):
         pass
     with only_warm_start(run_dir):
+        pass
+    shared = str(tmp_path / "shared")  # by a run and its copy
+    run, copy = RunDir(tmp_path / "a", shared), RunDir(tmp_path / "b", shared)
+    words = ("learner.checkpoint.dir", shared, f"pid {os.getpid()}")
+    with only_warm_start(run), refused(UsageError, *words), only_warm_start(copy):
+        pass
+    with only_warm_start(copy):
         pass
     monkeypatch.setattr("fcntl.flock", lambda *_: os.open("/nowhere", os.O_RDONLY))
     with only_warm_start(run_dir):

@@ -221,7 +221,7 @@ def test_a_checkpoint_behind_what_the_broker_committed_is_refused_before_anythin
     newest = world.lead.files.checkpoints.steps()[6]
     shutil.rmtree(newest)  # as if RUN/checkpoints had been restored from an older copy
     before = world.lines()
-    with refused(UsageError, "step 4", "steps 4 to 5"):
+    with refused(UsageError, "step 4", "steps 4 to 5", f"back into {newest.parent}", "another learner.checkpoint.dir"):
         world.restart()
     assert [line.step for line in before] == list(range(6))
     shutil.rmtree(world.run_dir.checkpoints)
