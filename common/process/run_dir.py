@@ -203,7 +203,9 @@ class RunDir:
             self._check_owner(other.run_id, run_id, f"{other.path}")
         if theirs := _read_id(self._owner, "learner.checkpoint.dir"):
             folder = load_either(self._label).run.dir if self._label.exists() else "another folder"
-            self._check_owner(theirs, run_id, folder, f". If the checkpoints are for this run, remove {self._owner}")
+            if Path(folder).resolve() != self.path.resolve():  # else that run's folder was lost, and this one goes on
+                hint = f". If the checkpoints are for this run, remove {self._owner}"
+                self._check_owner(theirs, run_id, folder, hint)
 
     def _check_owner(self, theirs: str, ours: str, folder: str, hint: str = "") -> None:
         if theirs and ours and theirs != ours:

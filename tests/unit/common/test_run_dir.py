@@ -150,6 +150,8 @@ def test_checkpoints_of_a_run_with_another_id_are_refused_and_a_moved_run_goes_o
     RunDir.of(second).label_checkpoints(second, "b")
     with pytest.raises(OtherRun):
         RunDir.of(first).check_checkpoints(first, "a")
+    RunDir.of(second).label_checkpoints(second, "c")  # its folder was lost, with the id
+    assert (shared / "run_id").read_text() == "c"
 
 
 def test_the_checkpoints_in_the_folder_of_a_run_belong_to_it(config, tmp_path):
