@@ -349,7 +349,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     pool: Text = ""  # eval: it takes held-out problems only
     evaluation_tokens: Tally = 0  # sampled for held-out problems; `tokens_generated` is without them
     instance: Text = ""  # random, one per process: a restarted container has the host and the pid of its predecessor
-    run_id: Text = ""  # RunInfo.run_id of the broker that it joined first; '' before that, or from an earlier release
+    run_id: Text = ""  # RunInfo.run_id of its config's broker; '' where not known, or from an earlier release
     former_wait: Text = msgspec.field(default="", name="waiting_on")  # a sentence, from a release without `wait`
 
     @property

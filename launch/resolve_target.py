@@ -29,10 +29,11 @@ def load_job(
     return checked(load_config(Path(path), overrides), path, environment, reader)
 
 
-def job_of(args: argparse.Namespace, reader: Reader) -> tuple[Config, RunDir, str]:
+def job_of(args: argparse.Namespace, reader: Reader) -> tuple[Config, RunDir, str, str]:
     """The job of CONFIG, else that of the broker at --join with this machine's overrides; its run folder; the address.
 
-    The address is '' without --join. --credentials becomes an override. Raises UsageError.
+    The address is '' without --join. The fourth is the run_id of the broker whose config it is, '' with CONFIG.
+    --credentials becomes an override. Raises UsageError.
     """
     if args.config is None and args.join is None:
         raise UsageError(f"a {reader} needs a CONFIG, or the address of a job's broker: --join tcp://HOST:PORT")
@@ -43,7 +44,7 @@ def job_of(args: argparse.Namespace, reader: Reader) -> tuple[Config, RunDir, st
         args.overrides = [*args.overrides, f"broker.credentials={Path(args.credentials).expanduser().resolve()}"]
     runs_episodes = reader == "node"
     if args.config is not None:
-        return *load_job(args.config, args.overrides, runs_episodes, reader), join
+        return *load_job(args.config, args.overrides, runs_episodes, reader), join, ""
     status = ask_status(join, args.join_timeout_s, args.credentials)
     joined = joined_config(status.run.config, join, args.overrides)
     config, run = checked(joined, f"the job at {join}", runs_episodes, reader)
@@ -52,7 +53,7 @@ def job_of(args: argparse.Namespace, reader: Reader) -> tuple[Config, RunDir, st
         with suppress(OSError), closing(EventFile(run.events, "learner")) as events:
             events.add("watch_commands_ignored", rules=ignored, broker=join)
     several = fixed_address(config) if len(config.broker.addresses) > 1 else None
-    return config, run, several or join
+    return config, run, several or join, status.run.run_id
 
 
 def checked(config: C, file: str, environment: bool = True, reader: Reader = "all") -> tuple[C, RunDir]:

@@ -39,11 +39,12 @@ CALL_DEADLINE_S = 10.0
 BROKER_TIMEOUT_S = 60.0
 
 
-def run_node(config: Config, broker_address: str, node_id: str, pool: str = "") -> int:
+def run_node(config: Config, broker_address: str, node_id: str, pool: str = "", run_id: str = "") -> int:
     """Serve the job at tcp://HOST:PORT until it is done or a signal asks for a drain; 1 when the node was excluded.
-    A node of the `pool` eval takes held-out problems only.
+    A node of the `pool` eval takes held-out problems only. `run_id`: the run whose config it is, '' where unknown.
 
-    Raises UsageError without broker or for an unusable environment, SlipstreamError when engine or broker were lost.
+    Raises UsageError without broker or for an unusable environment, SlipstreamError when engine or broker were lost:
+    BrokerError when another run's broker has taken the address.
     """
     keep_freed_memory()
     if config.telemetry.trace_mib:
@@ -51,7 +52,9 @@ def run_node(config: Config, broker_address: str, node_id: str, pool: str = "") 
     from rollout_fleet.engine.engine import import_ahead
 
     import_ahead(config)
-    return asyncio.run(_serve(config, broker_address, NodeStatusTracker(node_id, pool=pool)))
+    status = NodeStatusTracker(node_id, pool=pool)
+    status.belongs_to(run_id)  # checks and downloads took their time, in which another run's broker may have come
+    return asyncio.run(_serve(config, broker_address, status))
 
 
 async def _serve(config: Config, address: str, status: NodeStatusTracker) -> int:

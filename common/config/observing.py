@@ -13,8 +13,8 @@ Sink = Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"]
 class TelemetryConfig(Strict, frozen=True, kw_only=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"  # Least severe level that RUN/logs contains.
     refresh_s: Seconds = 1.0  # Seconds between two pictures of the live view.
-    # Port on which roles answer probes without authentication, 0: none. `up` and `slurm` give learner and nodes the
-    # next ones. It is on the loopback interface, and with broker.credentials on every one; docs/kubernetes.md.
+    # Port on which broker, learner and nodes answer probes without authentication, 0: none. It is on the loopback
+    # interface, and with broker.credentials on every one; docs/kubernetes.md.
     health_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     # Share of the episodes whose transcript is kept. The best, worst and longest one of a step always are, and one of
     # each group that failed. The word none turns transcripts off; docs/transcripts.md.

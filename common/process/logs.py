@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import time
+import unicodedata
 from pathlib import Path
 
 FORMAT = "%(asctime)s %(role)s %(levelname)-7s %(name)s: %(message)s"
@@ -46,7 +47,12 @@ def visible(text: str, kept: str = "\n") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if harmless(c) or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
+def harmless(c: str) -> bool:
+    """Whether a terminal only shows this character, as the spaces of every script."""
+    return c.isprintable() or unicodedata.category(c) == "Zs"
 
 
 def log_path(logs_dir: Path, role: str, role_id: str) -> Path:

@@ -27,6 +27,7 @@ from common.process.lifecycle import alive, birth_of, out_of_sight, pid_space
 from common.run_reader import LineKey, no_file
 
 POLL_S = 0.1  # between two looks for RUN/broker.json
+ID_WAIT_S = 5.0  # for the content of a RUN/run_id that another broker is writing
 # May change when a run is continued: they say how fast, how long or in which order of sums, not what is computed.
 CHANGEABLE = (
     "run.dir", "run.steps", "run.max_restarts", "model.verify", "model.uncertified", "tasks.limits",
@@ -141,25 +142,33 @@ class RunDir:
 
         `up` makes it before its broker starts, and a warm start without a broker makes it itself.
 
-        Raises UsageError when it cannot be read or written, DiskFull when the disk is full.
+        Raises UsageError when it cannot be read or written, or stays empty, DiskFull when the disk is full.
         """
         if known := self.run_id:
             return known
+        made = secrets.token_hex(8).encode()
         own = self.run_id_file.with_name(f".{self.run_id_file.name}.{secrets.token_hex(8)}")
         try:
-            write_atomic(own, secrets.token_hex(8).encode())
+            write_atomic(own, made)
             try:
                 os.link(own, self.run_id_file)  # brokers that stand by may start at the same time: one of them makes it
             except FileExistsError:
                 pass
             except OSError:  # this file system has no hard links
-                os.replace(own, self.run_id_file)
+                with contextlib.suppress(FileExistsError), self.run_id_file.open("xb") as file:
+                    file.write(made)
+                files.sync(self.run_id_file)
             finally:
                 own.unlink(missing_ok=True)
             files.sync(self.path)
         except OSError as error:
             raise unwritable("run.dir", self.path, error) from error
-        return self.run_id
+        end = time.monotonic() + ID_WAIT_S
+        while not (known := self.run_id):  # another broker has created it, and writes it
+            if time.monotonic() > end:
+                raise UsageError(f"run.dir: {self.run_id_file} is empty, as its writer was ended; remove this file")
+            time.sleep(POLL_S)
+        return known
 
     def prepare(self, config: BaseConfig) -> None:
         """Create the folder and write the resolved config.yaml and run.json.

@@ -28,6 +28,7 @@ from launch.certificates import Standing, read_model, refused, shape_folder, sta
 from launch.checks.findings import Finding, note
 from launch.plan.job_plan import GIB, Plan, RlPart, make_plan, stages_of
 from launch.plan.memory import ADAM_BYTES, DEVICES, GRADIENT_BYTES, HEADROOM, ITEM_BYTES, MAIN_BYTES, fits
+from launch.up.devices import port_problems
 from learner.loss import plugins
 from rollout_fleet.driver_factory import check_prompts
 from rollout_fleet.environments.description import PYTHON_KEY, Description, check_sources
@@ -447,3 +448,6 @@ def _not_yet(config: BaseConfig, gpus_per_node: int) -> Iterator[Finding]:
         needs = "broker.credentials, and weights.transport: relay or weights.network: trusted"
         what = f"weights.address: {why}, and weights.address is a loopback address; another one needs {needs}"
         yield note("launch", "loopback_weights", what)
+    if config.learner.machines == 1:  # else `up` is no way to start it
+        for problem in port_problems(config):
+            yield note("launch", "health_port", f"{problem}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from broker.client.calls import ObserverBroker
 from broker.contract import BrokerStatus
 from common.errors import SlipstreamError, UsageError, nearest
-from common.process.logs import log_end, visible
+from common.process.logs import harmless, log_end, visible
 from common.process.run_dir import RunDir
 from launch.observe.observation import ask, observe
 from launch.resolve_target import Target, find_target, handed_out
@@ -40,7 +40,7 @@ def command(args: argparse.Namespace) -> int:
         raise UsageError(f"expected a ROLE and --lines of at least 1, found {role!r} and {args.lines}; nearest: {near}")
     text = log_end(Path(roles[whose])) if status is None else sent(job, status, role)
     for line in text.splitlines()[-args.lines :]:
-        print("".join(c if c.isprintable() or c == "\t" else "?" for c in line))  # a hostile node commands no terminal
+        print("".join(c if harmless(c) or c == "\t" else "?" for c in line))  # a hostile node commands no terminal
     return 0
 
 

@@ -92,6 +92,15 @@ def rounding_problems(config: BaseConfig) -> Iterator[Problem]:
         yield Problem("rollout.engine.quantization", expected, f"'{kind}'", hint)
 
 
+def port_problems(config: BaseConfig) -> Iterator[Problem]:
+    """A port that every role of an RL job would take, where all of them run on one machine with one config."""
+    if config.rl is not None and (port := config.telemetry.health_port):
+        hint = (
+            "its roles share a machine, and `slipstream status` tells their health; roles started one by one may have"
+        )
+        yield Problem("telemetry.health_port", "0 with `slipstream up`", f"{port}", f"{hint} ports of their own")
+
+
 def _nvidia_smi(fields: str) -> Iterator[str]:
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:

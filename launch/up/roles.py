@@ -62,7 +62,7 @@ def learner(args: argparse.Namespace) -> int:
     """Become torchrun with one process per rank, which does not return; or one launcher of a learner of several."""
     need_packages("learner")
     args.overrides = [*_machines_override(), *args.overrides]
-    config, run, address = job_of(args, "learner")
+    config, run, address, _ = job_of(args, "learner")
     return run_ranks(args, config, run, address)
 
 
@@ -122,7 +122,7 @@ def check_served(args: argparse.Namespace, config: BaseConfig, address: str | No
 def rollout(args: argparse.Namespace) -> int:
     """Run a node until the job is done or it is told to stop."""
     need_packages("rollout")
-    config, run, address = job_of(args, "node")
+    config, run, address, run_id = job_of(args, "node")
     for wrong in rounding_problems(config):
         raise ConfigError.of(args.config or f"the job at {args.join}", wrong)
     check_devices(config.rollout.engine.devices, "rollout.engine.tensor_parallel x pipeline_parallel")
@@ -130,6 +130,7 @@ def rollout(args: argparse.Namespace) -> int:
         run.check_agrees(config)
         address, status = answering_broker(args, config, run)
         check_same_job(config, args.config, status.run, address)
+        run_id = status.run.run_id
     node_id = own_node_id(config.broker.credentials, args.node_id or f"{socket.gethostname()}-{os.getpid()}")
     setup_logging("rollout", node_id, run.logs, config.telemetry.log_level)
     os.environ.update(thread_environment(config.rollout.threads))
@@ -137,7 +138,7 @@ def rollout(args: argparse.Namespace) -> int:
     use_for_weights(config, split_address(address.split(",")[0])[0])
     from rollout_fleet.main import run_node
 
-    return run_node(downloaded(config, "node"), address, node_id, args.pool or "")
+    return run_node(downloaded(config, "node"), address, node_id, args.pool or "", run_id)
 
 
 def scorer(args: argparse.Namespace) -> int:

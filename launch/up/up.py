@@ -31,7 +31,16 @@ from launch.observe.job_view import Display, open_display, say, unheard
 from launch.observe.observation import observe, outcome_of
 from launch.resolve_target import Target, checked, need_broker_library
 from launch.sinks.process import TOLD_S, check_packages
-from launch.up.devices import VISIBLE, Place, assign, available_cores, plan_cores, rounding_problems, table
+from launch.up.devices import (
+    VISIBLE,
+    Place,
+    assign,
+    available_cores,
+    plan_cores,
+    port_problems,
+    rounding_problems,
+    table,
+)
 from launch.up.ranks import thread_environment
 from launch.up.roles import role_command
 from launch.up.supervisor import DRAIN_S, Role, RoleSpec, Supervisor, describe_exit, end_error
@@ -46,7 +55,6 @@ BESIDE = ("sinks", "web")  # the job continues without them
 BESIDE_LEAVE_S = 5.0  # besides the time that sinks take for the last lines
 POLL_S = 0.1
 ANSWER_S = 1.0
-LAST_PORT = 65535
 
 
 def command(args: argparse.Namespace) -> int:
@@ -84,17 +92,13 @@ def ready(config: C, file: str) -> tuple[C, RunDir]:
     if config.learner.machines > 1:
         hint = "it would start one machine; docs/machines.md says how to start a learner of several"
         raise ConfigError(file, "learner.machines", "1", str(config.learner.machines), hint)
-    for wrong in rounding_problems(config):
+    for wrong in (*port_problems(config), *rounding_problems(config)):
         raise ConfigError.of(file, wrong)
     run.check_spares(file)
     run.check_agrees(config)
     if config.rl is not None:
         need_broker_library(config.rl)
         check_packages(config.telemetry.sinks)
-        port, most = config.telemetry.health_port, LAST_PORT - 1 - config.rollout_nodes
-        if port > most:
-            expected = f"at most {most}: learner and nodes take the next ports"
-            raise ConfigError(file, "telemetry.health_port", expected, str(port))
     return config, run
 
 
@@ -118,13 +122,9 @@ def role_specs(config: Config, run: RunDir, places: Mapping[str, Place], web: bo
     cores = [] if on_gpus else available_cores()  # CUDA, NCCL and vLLM's processes have threads of their own
     learner_cores, *node_cores = plan_cores(cores, learner_threads, [threads] * len(nodes))
 
-    port = config.telemetry.health_port
-    after = enumerate(["learner", *nodes], port + 1) if port else ()
-    own_port = {name: [f"telemetry.health_port={each}"] for each, name in after}
-
     def spec(name: str, words: list[str], log_id: str = "0", **options: Any) -> RoleSpec:
         place = places.get(name, Place())
-        command = role_command([words[0], str(run.config), *words[1:], *own_port.get(name, ())], place.python)
+        command = role_command([words[0], str(run.config), *words[1:]], place.python)
         options = {"max_restarts": restarts, **options, "env": {**place.env, **options.get("env", {})}}
         return RoleSpec(name, command, log_path(run.logs, words[0], log_id), **options)
 

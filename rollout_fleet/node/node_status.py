@@ -52,7 +52,7 @@ class NodeStatusTracker:
         self._rate_tokens = 0
 
     def belongs_to(self, run_id: str) -> None:
-        """The node has joined this run, and says so from now on: another run's broker then refuses it."""
+        """The node has this run's config or joined it, and says so from now on: another run's broker refuses it."""
         with self._lock:
             self._report = replace(self._report, run_id=run_id)
 

@@ -240,19 +240,13 @@ def _options(config: Config, run: RunDir, role: str) -> Options:
 
 
 def _command(config: Config, role: str, slipstream: Callable[[str], str]) -> str:
-    """The role's command, as the shell reads it; `slipstream` gives the words up to the config.
-
-    Roles may share a host, so each has a health port of its own, as with `up`.
-    """
-    port = config.telemetry.health_port
+    """The role's command, as the shell reads it; `slipstream` gives the words up to the config."""
     if role == "fleet":
         node = '--node-id "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
-        health = f' "telemetry.health_port=$(({port + 2} + SLURM_ARRAY_TASK_ID))"' * (port > 0)
-        return f"{slipstream('rollout')} --join '{{broker}}' {node}{health}"
+        return f"{slipstream('rollout')} --join '{{broker}}' {node}"
     if role == "learner":
         moves = config.learner.machines == 1 and is_loopback(config.weights.address)
-        health = f" telemetry.health_port={port + 1}" * (port > 0)
-        return f"{slipstream('learner')} --join '{{broker}}'" + " 'weights.address={host}'" * moves + health
+        return f"{slipstream('learner')} --join '{{broker}}'" + " 'weights.address={host}'" * moves
     host, port = split_address(config.broker.addresses[0])
     moves = len(config.broker.addresses) == 1 and (not host or is_loopback(host) or is_wildcard(host))
     return slipstream("broker") + (f" 'broker.address=tcp://{{host}}:{port or 0}'" if moves else "")

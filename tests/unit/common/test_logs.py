@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from common.process.logs import last_lines, log_path, setup_logging
+from common.process.logs import last_lines, log_path, setup_logging, visible
 from tests.rigs.waiting import LIMIT_S
 
 
@@ -54,6 +54,12 @@ def test_a_message_forges_no_record_and_commands_no_terminal(root, tmp_path, cap
     assert "    Traceback (most recent call last):" in further and "    ValueError: bad" in further
     assert all(line.replace("\t", " ").isprintable() for line in (first, *further))
     assert capsys.readouterr().err == text
+
+
+def test_spaces_of_every_script_stay_and_separators_and_directions_are_escaped():
+    spaces = "「東京\u3000都」 10\u00a0000\u202fkm"
+    assert visible(spaces) == spaces
+    assert visible(spaces + "\u2028\u2029\u202e\u2066\u200b\x1b") == spaces + r"\u2028\u2029\u202e\u2066\u200b\x1b"
 
 
 def test_redirected_stderr_is_not_written_twice(tmp_path):

@@ -189,6 +189,31 @@ def test_the_first_broker_gives_the_run_an_id_that_stays(tmp_path, monkeypatch):
         run.identify()
 
 
+def test_without_hard_links_too_brokers_that_start_together_get_one_id(tmp_path, monkeypatch):
+    run, found = RunDir(tmp_path), []
+
+    def no_link(*_):
+        raise OSError(errno.EOPNOTSUPP, "no hard links")
+
+    def later(*names):  # between the look for an id and the making of one another broker makes it
+        monkeypatch.setattr("os.link", no_link)
+        found.append(RunDir(tmp_path).identify())
+        no_link()
+
+    monkeypatch.setattr("os.link", later)
+    found += [run.identify(), run.run_id]
+    assert len(set(found)) == 1 and len(found[0]) == 16
+    assert os.listdir(tmp_path) == ["run_id"]
+    run.run_id_file.write_bytes(b"")  # the other broker has created it, and not yet written
+    monkeypatch.setattr("time.sleep", lambda _: run.run_id_file.write_text("late"))
+    assert run.identify() == "late"
+    run.run_id_file.write_bytes(b"")
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setattr("common.process.run_dir.ID_WAIT_S", 0.01)
+    with refused(UsageError, "run.dir", run.run_id_file, "remove"):
+        run.identify()
+
+
 def test_differences_are_found_at_every_depth():
     old, new = {"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}, "e": 5}
     assert list(differences(old, new)) == [("a.c", 2, 4), ("d", 3, None), ("e", None, 5)]

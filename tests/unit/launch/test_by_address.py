@@ -168,14 +168,14 @@ def test_the_logs_of_a_job_that_has_ended_are_read_from_its_files(run: RunDir, c
     named = {"broker": "broker-0", "eval": "eval-0", "learner": "learner-0", "learner-1": "learner-1"}
     named |= {"node-0": "rollout-node-0", "far": "rollout-far"}
     for name in named.values():
-        (run.logs / f"{name}.log").write_text(f"first\nthe end of {name}\x1b[2J\n")
+        (run.logs / f"{name}.log").write_text(f"first\nthe\u3000end of {name}\x1b[2J\n")
     assert main(["logs", str(run.path)]) == EXIT_DONE
     assert set(capsys.readouterr().out.splitlines()) == {
         f"{name}: {run.logs / stem}.log" for name, stem in named.items()
     }
     for role, name in {**named, "learner-0": "learner-0"}.items():
         assert main(["logs", str(run.path), role, "--lines", "1"]) == EXIT_DONE
-        assert capsys.readouterr().out == f"the end of {name}?[2J\n"
+        assert capsys.readouterr().out == f"the\u3000end of {name}?[2J\n"
     assert "nearest: node-0" in refusal(capsys, "logs", str(run.path), "node-1")
     assert "and 0;" in refusal(capsys, "logs", str(run.path), "broker", "--lines", "0")
 

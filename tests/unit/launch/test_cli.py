@@ -7,20 +7,26 @@ import socket
 import subprocess
 import sys
 import tomllib
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import yaml
 
-from common.errors import EXIT_USAGE
+from broker.client.connect import connect_node
+from broker.main import run_info
+from common.errors import EXIT_FAILED, EXIT_USAGE
 from common.process.install import ENVIRONMENTS
 from common.process.run_dir import RunDir
 from launch.cli import COMMANDS, GROUPS, main, parse
 from launch.resolve_target import load_job
 from launch.up import ranks
 from launch.up.roles import role_command
+from rollout_fleet import main as node
+from tests.rigs.brokers import new_state, serving
 from tests.rigs.configs import HEAVY, imported_by, living_broker, refusal, run_cli
 from tests.rigs.processes import ROOT
 from tests.rigs.redis_servers import free_port
@@ -156,11 +162,17 @@ def test_a_node_without_a_job_waits_a_bounded_time_and_says_why(job, capsys):
     assert "--join" in refusal(capsys, "rollout")
 
 
-def test_a_node_of_a_config_joins_no_other_job_and_may_differ_where_its_machine_does(job, capsys, monkeypatch):
-    started = []
+@pytest.fixture
+def node_here(monkeypatch):
+    """`rollout` leaves this process as it is."""
     for name in ("setup_logging", "keep_gloo_here", "use_for_weights"):
         monkeypatch.setattr(f"launch.up.roles.{name}", lambda *_: None)
     monkeypatch.setattr("launch.up.roles.thread_environment", lambda _: {})
+
+
+@pytest.mark.usefixtures("node_here")
+def test_a_node_of_a_config_joins_no_other_job_and_may_differ_where_its_machine_does(job, capsys, monkeypatch):
+    started = []
     monkeypatch.setattr("rollout_fleet.main.run_node", lambda config, address, *_: started.append(address) or 0)
     folder = job.parent
     served, _ = load_job(str(job), [f"run.dir={folder / 'elsewhere'}"])
@@ -189,6 +201,35 @@ def test_up_starts_nothing_beside_the_checkpoints_of_another_run(job, capsys, mo
     said = refusal(capsys, *words, f"run.dir={job.parent / 'second'}")
     assert all(fact in said for fact in ("learner.checkpoint.dir", str(shared), f"run.dir={run.path}", run.run_id))
     assert len(jobs) == 2
+
+
+@pytest.mark.usefixtures("node_here")
+@pytest.mark.parametrize("given", [True, False])
+def test_a_node_enters_no_other_run_that_took_the_address_while_it_made_ready(job, capsys, monkeypatch, given):
+    config, run = load_job(str(job))
+    run.prepare(config)
+    other = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name="b"))
+
+    async def joins(config, address, status):
+        async with connect_node(node._access(config, address, status.node_id)) as broker:
+            await node._register(broker, status, address)
+        return 0
+
+    def downloads(config, reader):
+        first.close()
+        second.enter_context(serving(server.address, new_state(run_info(other, b"{}", "b" * 16))))
+        return config
+
+    monkeypatch.setattr("launch.up.roles.downloaded", downloads)
+    monkeypatch.setattr("rollout_fleet.engine.engine.import_ahead", lambda *_: None)
+    monkeypatch.setattr(node, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(node, "_serve", joins)
+    with ExitStack() as second, ExitStack() as first:
+        server = first.enter_context(living_broker(config, run_id=run.identify()))
+        words = ["rollout", *[str(job)] * given, "--join", server.address, "telemetry.trace_mib=0"]
+        assert main(words) == EXIT_FAILED
+    said = capsys.readouterr().err
+    assert f"id {'b' * 16}" in said and f"id {run.run_id}" in said
 
 
 def test_a_learner_joins_no_other_job_and_no_other_run_and_waits_for_a_broker_that_is_late(job, capsys, monkeypatch):

@@ -14,7 +14,6 @@ import pytest
 
 from common.config.checks import resolve_paths
 from common.config.loading import load_config
-from common.config.observing import TelemetryConfig
 from common.config.schema import BrokerConfig
 from common.errors import SlipstreamError
 from common.evaluation import EvalResult
@@ -264,17 +263,15 @@ def test_a_config_in_its_own_run_folder_is_not_replaced(tmp_path, capsys, monkey
     }  # fmt: skip
 
 
-def test_every_role_of_a_machine_has_a_health_port_of_its_own(config, run, tmp_path, capsys) -> None:
-    assert not any("health_port" in word for spec in role_specs(config, run, {}) for word in spec.argv)
-    probed = msgspec.structs.replace(config, telemetry=TelemetryConfig(health_port=8080))
-    specs = role_specs(probed, run, {})
-    ports = {s.name: [w for w in s.argv if w.startswith("telemetry.")] for s in specs}
-    learner, node = (f"telemetry.health_port={port}" for port in (8081, 8082))
-    assert ports == {"broker": [], "learner": [learner], "node-0": [node]}
-    err = refusal(
-        capsys, "up", str(write_job(tmp_path)), f"run.dir={tmp_path / 'other'}", "telemetry.health_port=65534"
-    )
-    assert "telemetry.health_port" in err and "65533" in err
+def test_up_refuses_one_health_port_for_all_its_roles_and_plan_says_so(job, run, capsys) -> None:
+    words = [str(job), f"run.dir={run.path.parent / 'probed'}", "telemetry.health_port=8080"]
+    said = refusal(capsys, "up", *words)
+    fact = "telemetry.health_port: expected 0 with `slipstream up`, found 8080; "
+    assert f"{job}: {fact}" in said and "started one by one" in said
+    assert not (run.path.parent / "probed").exists()
+    main(["plan", *words, "--json"])
+    made = json.loads(capsys.readouterr().out)
+    assert [line for line in made["before_launch"] if line.startswith(fact)] and fact not in str(made["failed"])
 
 
 @pytest.mark.parametrize(

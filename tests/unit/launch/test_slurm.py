@@ -82,19 +82,6 @@ def command_of(script: str) -> list[str]:
     return shlex.split(script[script.rindex("role_job") :].replace("\\\n", " "))[4:]
 
 
-def test_roles_that_may_share_a_host_have_health_ports_of_their_own(tmp_path: Path) -> None:
-    made = dry_run(tmp_path, telemetry={"health_port": 8080})
-    echo = {role: script[script.rindex("role_job") :].replace("role_job", "echo") for role, script in made.items()}
-    env = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
-    said = {
-        role: subprocess.run(["bash", "-c", text], capture_output=True, text=True, env=env).stdout
-        for role, text in echo.items()
-    }
-    ports = {role: [w for w in text.split() if w.startswith("telemetry.")] for role, text in said.items()}
-    learner, fourth = (f"telemetry.health_port={port}" for port in (8081, 8085))
-    assert ports == {"broker": [], "learner": [learner], "fleet": [fourth]}
-
-
 def test_lines_of_a_role_run_before_it_and_a_wrong_one_ends_the_job(tmp_path: Path) -> None:
     words = ["--setup", "echo all", "--setup", "learner:echo mine; false", "--setup", "echo never"]
     made = dry_run(tmp_path, *words)

@@ -65,10 +65,10 @@ def _yaml(path: str) -> Any:
 
 def test_a_node_gets_no_commands_either_and_this_machines_words_may_set_one(malicious) -> None:
     for reader, args in (("node", parse(["rollout", "--join", malicious])), ("learner", joined(malicious))):
-        config, _, _ = job_of(args, reader)  # type: ignore[arg-type]
+        config, *_ = job_of(args, reader)  # type: ignore[arg-type]
         assert [rule.command for rule in config.watch] == [[], [], []]
     own = "watch=[{metric: loss, above: 3, do: run, command: [page, me]}]"
-    config, _, _ = job_of(joined(malicious, own), "learner")
+    config, *_ = job_of(joined(malicious, own), "learner")
     assert [rule.command for rule in config.watch] == [["page", "me"]]
 
 
