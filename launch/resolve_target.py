@@ -12,7 +12,7 @@ import msgspec
 
 from broker.client.connect import ask_status
 from broker.contract import RunInfo
-from common.config.checks import C, downloaded, resolve_paths
+from common.config.checks import C, downloaded, resolve_paths, without_effect
 from common.config.loading import Document, build_config, kind_of, load_config, load_either
 from common.config.network_checks import fixed_address, is_redis, split_address
 from common.config.schema import BaseConfig, Config, Reader
@@ -88,6 +88,12 @@ def checked(config: C, file: str, environment: bool = True, reader: Reader = "al
             for sentence in check_scorers(local.rl, file):
                 print(sentence, file=sys.stderr)
     return config, RunDir.of(config)
+
+
+def warn_of_unused(config: BaseConfig) -> None:
+    """Say which keys do nothing; for a launch of a whole job."""
+    for sentence in without_effect(config):
+        print(f"warning: {sentence}", file=sys.stderr, flush=True)
 
 
 def config_file(word: str) -> Path:

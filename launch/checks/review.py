@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from common.config.architecture import UnknownArchitecture, read_architecture
-from common.config.checks import problems, resolve_paths, size_problems
+from common.config.checks import problems, resolve_paths, size_problems, without_effect
 from common.config.group_size import most_kept_bytes
 from common.config.loading import load_either
 from common.config.loss import plugins as loss_plugins
@@ -25,7 +25,7 @@ from common.errors import ConfigError, Problem, UsageError, of_source
 from common.hub import SCHEME
 from common.process.run_dir import other_values
 from launch.certificates import Standing, read_model, refused, shape_folder, standing
-from launch.checks.findings import Finding, note
+from launch.checks.findings import Finding, note, warning
 from launch.plan.job_plan import GIB, Plan, RlPart, make_plan, stages_of
 from launch.plan.memory import ADAM_BYTES, DEVICES, GRADIENT_BYTES, HEADROOM, ITEM_BYTES, MAIN_BYTES, fits
 from launch.up.devices import port_problems
@@ -352,6 +352,8 @@ def review(
         made.missing.append(Problem("model.path", "a model of the hub", not_here.removeprefix("model.path: ")))
         shape = f"The hub's model is not here; its shape is the one in {path}/config.json."
         made.remarks.append(note("model", "not_here", shape))
+    idle, drop = "the job runs as if it were not there", "leave it out, unless another run of this file needs it"
+    made.remarks += [warning("config", "no_effect", text, why=idle, fix=drop) for text in without_effect(config)]
     made.standing = standing(config, file, path)
     model = msgspec.structs.replace(config.model, path=str(path))
     made.config = config = msgspec.structs.replace(config, model=model)
