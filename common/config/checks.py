@@ -124,7 +124,7 @@ def _changed(found: Any, key: str, change: Callable[[str, str], str]) -> Any:
 
 def problems(config: BaseConfig, reader: Reader = "all") -> Iterator[Problem]:
     """Everything that does not fit, the most basic first."""
-    of_length = _length(config) if reader != "learner" else ()
+    of_length = _length(config, reader) if reader != "learner" else ()
     for problem in chain(_problems(config, _read_by(reader, config)), of_length):
         if not problem.found:
             value: object = reduce(getattr, problem.key.split("."), config)
@@ -132,10 +132,12 @@ def problems(config: BaseConfig, reader: Reader = "all") -> Iterator[Problem]:
         yield problem
 
 
-def _length(config: BaseConfig) -> Iterator[Problem]:
+def _length(config: BaseConfig, reader: Reader) -> Iterator[Problem]:
     """Keys that do not fit the run's length. The learner alone has the config of a replay, which may end earlier."""
     if config.rl is not None:
         yield from warmup_problems(config.rl)
+    if reader == "node":
+        return  # a job of an earlier release may run with such a schedule
     learner = config.learner
     critic = learner.value_model
     alone = critic.warmup_steps if critic is not None else 0  # the policy's schedule begins after these steps
