@@ -71,10 +71,14 @@ def checked(config: C, file: str, environment: bool = True, reader: Reader = "al
         for problem in plugins.ask(config.rl):
             raise ConfigError.of(file, problem)
     if environment and config.rl is not None:
-        from rollout_fleet.environments.description import check_sources
+        from rollout_fleet.environments.description import check_sources, limit_problems
 
         found = check_sources(config.rl, file)
         begins = reader == "all" and not RunDir.of(config).began  # a reset may take long: none in a job that goes on
+        for problem in limit_problems(config.rl, found):
+            if begins:
+                raise ConfigError.of(file, problem)
+            print(f"warning: {problem}", file=sys.stderr, flush=True)
         for name, job in local.rl.sources.items() if local.rl is not None else ():
             if job.tasks.reward is not None or (begins and not found[name].agent):
                 from rollout_fleet.driver_factory import check_names, check_rows
