@@ -12,7 +12,7 @@ import msgspec
 
 from broker.client.connect import ask_status
 from broker.contract import RunInfo
-from common.config.checks import C, downloaded, resolve_paths
+from common.config.checks import C, downloaded, resolve_paths, without_effect
 from common.config.loading import Document, build_config, kind_of, load_config, load_either
 from common.config.network_checks import fixed_address, is_redis, split_address
 from common.config.schema import BaseConfig, Config, Reader
@@ -71,10 +71,14 @@ def checked(config: C, file: str, environment: bool = True, reader: Reader = "al
         for problem in plugins.ask(config.rl):
             raise ConfigError.of(file, problem)
     if environment and config.rl is not None:
-        from rollout_fleet.environments.description import check_sources
+        from rollout_fleet.environments.description import check_sources, limit_problems
 
         found = check_sources(config.rl, file)
         begins = reader == "all" and not RunDir.of(config).began  # a reset may take long: none in a job that goes on
+        for problem in limit_problems(config.rl, found):
+            if begins:
+                raise ConfigError.of(file, problem)
+            print(f"warning: {problem}", file=sys.stderr, flush=True)
         for name, job in local.rl.sources.items() if local.rl is not None else ():
             if job.tasks.reward is not None or (begins and not found[name].agent):
                 from rollout_fleet.driver_factory import check_names, check_rows
@@ -88,6 +92,12 @@ def checked(config: C, file: str, environment: bool = True, reader: Reader = "al
             for sentence in check_scorers(local.rl, file):
                 print(sentence, file=sys.stderr)
     return config, RunDir.of(config)
+
+
+def warn_of_unused(config: BaseConfig) -> None:
+    """Say which keys do nothing; for a launch of a whole job."""
+    for sentence in without_effect(config):
+        print(f"warning: {sentence}", file=sys.stderr, flush=True)
 
 
 def config_file(word: str) -> Path:

@@ -35,7 +35,7 @@ from common.config.parallel_layout import (
 )
 from common.config.passthrough import engine_step_problems, passthrough_problems, quantization_problems
 from common.config.schema import BaseConfig, Config, MoeConfig, Reader
-from common.config.tasks import curriculum_problems, kept_rows
+from common.config.tasks import CurriculumConfig, kept_rows
 from common.errors import Problem, UsageError, meant, nearest
 from common.evaluation import dataset_names, pass_ks
 from common.hub import SCHEME, TOKENIZER_FILES, absolute, local_copy
@@ -124,7 +124,7 @@ def _changed(found: Any, key: str, change: Callable[[str, str], str]) -> Any:
 
 def problems(config: BaseConfig, reader: Reader = "all") -> Iterator[Problem]:
     """Everything that does not fit, the most basic first."""
-    of_length = _length(config) if reader != "learner" else ()
+    of_length = _length(config, reader) if reader != "learner" else ()
     for problem in chain(_problems(config, _read_by(reader, config)), of_length):
         if not problem.found:
             value: object = reduce(getattr, problem.key.split("."), config)
@@ -132,11 +132,12 @@ def problems(config: BaseConfig, reader: Reader = "all") -> Iterator[Problem]:
         yield problem
 
 
-def _length(config: BaseConfig) -> Iterator[Problem]:
+def _length(config: BaseConfig, reader: Reader) -> Iterator[Problem]:
     """Keys that do not fit the run's length. The learner alone has the config of a replay, which may end earlier."""
     if config.rl is not None:
         yield from warmup_problems(config.rl)
-        yield from _never_best(config)
+    if reader == "node":
+        return  # a job of an earlier release may run with such a schedule
     learner = config.learner
     critic = learner.value_model
     alone = critic.warmup_steps if critic is not None else 0  # the policy's schedule begins after these steps
@@ -270,27 +271,54 @@ def _keep_best(config: BaseConfig) -> Iterator[Problem]:
     key = config.learner.checkpoint.keep_best
     if key is None:
         return
-    known, absent = metric_names(config), absent_metrics(config)
+    known = metric_names(config)
     name = key.removeprefix("-")
-    if config.rl and not config.evaluation.every and name.startswith("evaluation/"):
-        absent[name] = "evaluation.every"
-    if name in absent or name not in known:
+    if name not in known:
         near = nearest(name, known)
         hint = f"did you mean '{'-' * key.startswith('-')}{near}'?" if near else "docs/metrics.md lists them"
-        hint = f"it needs {absent[name]}" if name in absent else hint
+        if config.rl and not config.evaluation.every and name.startswith("evaluation/"):
+            hint = "it needs evaluation.every"
         yield Problem("learner.checkpoint.keep_best", "a metric of this run, or -METRIC for the least", hint=hint)
 
 
-def _never_best(config: BaseConfig) -> Iterator[Problem]:
-    """keep_best names an evaluation, and no version has both an evaluation and a checkpoint."""
-    every, steps = config.evaluation.every, config.run.steps
-    checkpoint = config.learner.checkpoint
-    if not every or steps < every or not (checkpoint.keep_best or "").removeprefix("-").startswith("evaluation/"):
-        return  # a trial of a few steps evaluates nothing
-    if steps % every and math.lcm(every, checkpoint.every) > steps:  # the last version has a checkpoint
-        expected = f"a step up to run.steps ({steps}) with an evaluation and, by learner.checkpoint.every, a checkpoint"
-        hint = "learner.checkpoint.keep_best compares versions that have both"
-        yield Problem("evaluation.every", expected, hint=hint)
+def without_effect(config: BaseConfig) -> Iterator[str]:
+    """Sentences about keys that do nothing in this run. A sweep and a continued run may have them.
+
+    Only what launches or reviews a job says them: a role is silent.
+    """
+    learner, absent = config.learner, absent_metrics(config)
+    optimizers = {"learner.optimizer": learner.optimizer}
+    if learner.value_model is not None:
+        optimizers["learner.critic.optimizer"] = learner.value_model.optimizer
+    for at, optimizer in optimizers.items():
+        for name in ("decay_steps", "min_lr_fraction") if optimizer.schedule == "constant" else ():
+            if getattr(optimizer, name):
+                yield f"{at}.{name} has no effect with {at}.schedule: constant."
+    best = (learner.checkpoint.keep_best or "").removeprefix("-")
+    if key := absent.get(best):
+        yield f"learner.checkpoint.keep_best has no effect: this run does not measure {best}, which needs {key}."
+    if (job := config.rl) is None:
+        return
+    every, steps = job.evaluation.every, config.run.steps
+    judges = best.startswith("evaluation/") and 0 < every <= steps  # a trial of a few steps evaluates nothing
+    if judges and steps % every and math.lcm(every, learner.checkpoint.every) > steps:  # the last one is a checkpoint
+        given = (
+            f"evaluation.every ({every}), learner.checkpoint.every ({learner.checkpoint.every}), run.steps ({steps})"
+        )
+        yield f"learner.checkpoint.keep_best has no effect: with {given} no evaluated version has a checkpoint."
+    unset, curriculum = CurriculumConfig(), job.tasks.curriculum
+    for name in unset.__struct_fields__ if curriculum.rule == "none" else ():
+        if getattr(curriculum, name) != getattr(unset, name):
+            yield f"tasks.curriculum.{name} has no effect with tasks.curriculum.rule: none."
+    for number, rule in enumerate(job.watch):
+        key = absent.get(rule.metric)
+        if not every and rule.metric.startswith("evaluation/"):
+            key = "evaluation.every"
+        if key:
+            yield f"watch[{number}] has no effect: this run does not measure {rule.metric}, which needs {key}."
+    judged = all(part.reward is not None for part in job.tasks.parts.values())  # an environment may vary by its seed
+    if job.evaluation.temperature == 0 and job.evaluation.samples > 1 and judged:
+        yield "evaluation.samples has no effect with evaluation.temperature: 0: all greedy answers are the same."
 
 
 def model_folder_problems(path: str) -> Generator[Problem, None, Architecture | None]:
@@ -416,7 +444,6 @@ def _sources(config: Config, read: set[str]) -> Iterator[Problem]:
     yield from _watched(
         config, "sources/", source_metrics(config), expected=expected, page="docs/mixtures.md lists them"
     )
-    yield from curriculum_problems(config.tasks.curriculum)
     for number, rule in enumerate(config.watch):
         kind, name = [*rule.metric.split("/"), ""][:2]
         if sources and kind == "environment" and name not in sources:
@@ -453,19 +480,11 @@ def _evaluation(config: Config, read: set[str]) -> Iterator[Problem]:
         yield Problem("evaluation.every", f"a multiple of weights.publish_every ({publish_every})", hint=hint)
     figures = [*numbers(EvaluationMetrics), "mean_reward_low", "mean_reward_high"]
     known = [f"evaluation/{name}/{each}" for name in dataset_names(told.paths) for each in figures]
-    expected = "a number of this run's evaluations"
-    known, page = (known, "docs/watch.md has the names") if told.every else ([], "it needs evaluation.every")
-    yield from _watched(config, "evaluation/", known, expected=expected, page=page)
-    absent = absent_metrics(config)
-    for number, rule in enumerate(config.watch):
-        if key := absent.get(rule.metric):
-            yield Problem(f"watch[{number}].metric", "a metric of this run", rule.metric, f"it needs {key}")
+    if told.every:
+        expected = "a number of this run's evaluations"
+        yield from _watched(config, "evaluation/", known, expected=expected, page="docs/watch.md has the names")
     if told.temperature and not LOWEST_TEMPERATURE <= told.temperature <= HIGHEST_TEMPERATURE:
         yield Problem("evaluation.temperature", f"0 (greedy), or {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE:g}")
-    judged = all(part.reward is not None for part in config.tasks.parts.values())  # an environment may vary by its seed
-    if told.temperature == 0 and told.samples > 1 and judged:
-        hint = "greedy answers to one prompt are all the same"
-        yield Problem("evaluation.samples", "1 with evaluation.temperature: 0", hint=hint)
 
 
 def _losses(config: Config) -> Iterator[Problem]:

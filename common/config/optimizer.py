@@ -26,12 +26,10 @@ class OptimizerConfig(Strict, frozen=True, kw_only=True):
 
 
 def schedule_problems(at: str, optimizer: OptimizerConfig, updates: int) -> Iterator[Problem]:
-    """Keys at the path `at` without effect, and a rate of 0 before the last one of the run's `updates`."""
+    """A schedule at the path `at` that ends in the warm-up, or has a rate of 0 before the run's last update."""
     if optimizer.schedule == "constant":
-        for name in ("decay_steps", "min_lr_fraction"):
-            if getattr(optimizer, name):
-                yield Problem(f"{at}.{name}", "0 with schedule: constant", hint="linear and cosine read it")
-    elif 0 < optimizer.decay_steps <= optimizer.warmup_steps:
+        return
+    if 0 < optimizer.decay_steps <= optimizer.warmup_steps:
         hint = "the schedule begins after the warm-up"
         yield Problem(f"{at}.decay_steps", f"0, or more than {at}.warmup_steps ({optimizer.warmup_steps})", hint=hint)
     elif 0 < optimizer.decay_steps < updates and not optimizer.min_lr_fraction:

@@ -252,15 +252,6 @@ def _source_problems(at: str, tasks: TasksConfig) -> Iterator[Problem]:
         yield Problem(f"{at}.min_success", f"at most {at}.max_success ({high:g})", f"{low:g}")
 
 
-def curriculum_problems(curriculum: CurriculumConfig) -> Iterator[Problem]:
-    """A key without effect. A run of an earlier version may have it, so only a launch asks."""
-    unset = CurriculumConfig()
-    unused = [key for key in unset.__struct_fields__ if getattr(curriculum, key) != getattr(unset, key)]
-    if unused and curriculum.rule == "none":
-        hint = "tasks.curriculum={} is no curriculum"
-        yield Problem(f"tasks.curriculum.{unused[0]}", "tasks.curriculum.rule: success with it", "none", hint)
-
-
 def _weighs(reward: RewardConfig) -> bool:
     return any(reward.weight.values()) if isinstance(reward.weight, dict) else reward.weight != 0
 

@@ -51,6 +51,7 @@ def check_config_and_files(review: Review) -> Iterator[Finding]:
     yield from (refusal(wrong, review.file) for wrong in refused if wrong.key != UNCERTIFIED)  # a finding of its own
     if not refused:
         yield fine("config", f"{review.file} passes the checks of a launch")
+    yield from (remark for remark in review.remarks if remark.level == "warning")
     yield from check_parts(review)
     yield from check_model(Path(config.model.path))
     weights = [source.weight for source in config.rl.tasks.sources.values()] if config.rl is not None else []

@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from common.config.architecture import UnknownArchitecture, read_architecture
-from common.config.checks import problems, resolve_paths, size_problems
+from common.config.checks import problems, resolve_paths, size_problems, without_effect
 from common.config.group_size import most_kept_bytes
 from common.config.loading import load_either
 from common.config.loss import plugins as loss_plugins
@@ -23,15 +23,15 @@ from common.config.passthrough import passthrough_warnings
 from common.config.schema import BaseConfig, Config, LearnerConfig
 from common.errors import ConfigError, Problem, UsageError, of_source
 from common.hub import SCHEME
-from common.process.run_dir import other_values
+from common.process.run_dir import RunDir, other_values
 from launch.certificates import Standing, read_model, refused, shape_folder, standing
-from launch.checks.findings import Finding, note
+from launch.checks.findings import Finding, note, warning
 from launch.plan.job_plan import GIB, Plan, RlPart, make_plan, stages_of
 from launch.plan.memory import ADAM_BYTES, DEVICES, GRADIENT_BYTES, HEADROOM, ITEM_BYTES, MAIN_BYTES, fits
 from launch.up.devices import port_problems
 from learner.loss import plugins
 from rollout_fleet.driver_factory import check_prompts
-from rollout_fleet.environments.description import PYTHON_KEY, Description, check_sources
+from rollout_fleet.environments.description import PYTHON_KEY, Description, check_sources, limit_problems
 
 # ---------------------------------------------------------------- advice
 # Remarks that no check refuses, and a layout that fits where the given one does not. It is found with the plan's own
@@ -352,6 +352,8 @@ def review(
         made.missing.append(Problem("model.path", "a model of the hub", not_here.removeprefix("model.path: ")))
         shape = f"The hub's model is not here; its shape is the one in {path}/config.json."
         made.remarks.append(note("model", "not_here", shape))
+    idle, drop = "the job runs as if it were not there", "leave it out, unless another run of this file needs it"
+    made.remarks += [warning("config", "no_effect", text, why=idle, fix=drop) for text in without_effect(config)]
     made.standing = standing(config, file, path)
     model = msgspec.structs.replace(config.model, path=str(path))
     made.config = config = msgspec.structs.replace(config, model=model)
@@ -368,6 +370,8 @@ def review(
             made.environments = check_sources(config.rl, file, libraries)
         except ConfigError as error:
             made.refused.append(error.problem)
+        else:
+            _add_limits(made, config.rl)
     if config.rl is not None:
         _try_prompts(made, config.rl)
     if config.rl is not None and (named := loss_plugins(config.rl)):
@@ -382,6 +386,16 @@ def review(
     except UsageError as error:
         made.no_plan = str(error)
     return made
+
+
+def _add_limits(made: Review, config: Config) -> None:
+    """Limits that nothing enforces: a new run is refused, and one that has begun keeps them."""
+    unused = list(limit_problems(config, made.environments))
+    if not RunDir.of(config).began:
+        made.refused += unused
+        return
+    why, fix = "a run that has begun continues all the same", "remove the key"
+    made.remarks += [warning("environment", wrong.key, describe(wrong), why=why, fix=fix) for wrong in unused]
 
 
 def _try_prompts(made: Review, config: Config) -> None:

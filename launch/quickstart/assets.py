@@ -28,7 +28,8 @@ from common.config.checks import problems, resolve_paths
 from common.config.loading import load_config
 from common.errors import EXIT_DONE, ConfigError, UsageError
 from common.process.files import replace_folder
-from rollout_fleet.environments.description import check_sources
+from common.process.run_dir import RunDir
+from rollout_fleet.environments.description import check_sources, limit_problems
 
 # ---------------------------------------------------------------- problems and demonstrations
 # Addition: `Q: 384+519=? A: 4+9=13, 8+1+1=10, 3+5+1=9 =903`: column sums, least significant first, then the answer.
@@ -288,7 +289,9 @@ def check_overrides(file: str, overrides: Sequence[str]) -> None:
     for problem in problems(config):
         if problem.key in named or problem.key not in MADE_LATER:
             raise ConfigError.of(file, problem)
-    check_sources(config, file, libraries=False)
+    found = check_sources(config, file, libraries=False)
+    for problem in limit_problems(config, found) if not RunDir.of(config).began else ():
+        raise ConfigError.of(file, problem)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -32,6 +32,7 @@ from launch.resolve_target import (
     job_of,
     load_job,
     need_broker_library,
+    warn_of_unused,
 )
 from launch.sinks.process import by_hand
 from launch.up.devices import check_devices, rounding_problems
@@ -72,6 +73,7 @@ def sft(args: argparse.Namespace) -> int:
     overrides = [*_machines_override(), *args.overrides, *_credentials_override(args)]
     config = load_config(Path(args.config), overrides, SftConfig)
     config, run = checked(config, args.config, environment=False)
+    warn_of_unused(config)
     return run_ranks(args, config, run)
 
 

@@ -29,7 +29,7 @@ from common.run_reader import RecentTail, read_recent
 from launch.certificates import first_line
 from launch.observe.job_view import Display, open_display, say, unheard
 from launch.observe.observation import observe, outcome_of
-from launch.resolve_target import Target, checked, need_broker_library
+from launch.resolve_target import Target, checked, need_broker_library, warn_of_unused
 from launch.sinks.process import TOLD_S, check_packages
 from launch.up.devices import (
     VISIBLE,
@@ -67,6 +67,7 @@ def command(args: argparse.Namespace) -> int:
             say(done)
             return EXIT_DONE
         say(said)
+        warn_of_unused(config)
         if (address := running_broker(run)) is not None:
             raise UsageError(f"{run.path}: a broker already runs at {address}; stop that job first")
         places = assign(config, share=args.share_gpus)

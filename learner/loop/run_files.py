@@ -229,15 +229,19 @@ class RunFiles:
         learner, critic = self._config.learner, self._config.learner.value_model
         update = step * learner.updates
         alone = critic.warmup_steps * learner.updates if critic else 0
-        each = [("learner.optimizer", learner.optimizer, max(update - alone, 0))]
-        each += [("learner.critic.optimizer", critic.optimizer, update)] if critic else []
+        last = self._config.run.steps * learner.updates
+        each = [("learner.optimizer", learner.optimizer, max(update - alone, 0), last - alone)]
+        each += [("learner.critic.optimizer", critic.optimizer, update, last)] if critic else []
         ends = zip(self.former_ends or (), schedule_ends(self._config), strict=False)
-        for (key, optimizer, number), (old, new) in zip(each, ends, strict=False):
+        for (key, optimizer, number, updates), (old, new) in zip(each, ends, strict=False):
             before, now = (rate(number, replace(optimizer, decay_steps=end), 0) for end in (old, new))
             if before != now and step < self._config.run.steps:
+                hint = f"; to keep the old schedule, stop and set {key}.decay_steps: {old}"
+                if not optimizer.min_lr_fraction and old < updates:
+                    hint = ""  # a launch would refuse it: the rate would be 0
                 told = "%s: the %s schedule ends at update %d instead of %d; the next learning rate is %.4g instead of"
-                told += " %.4g; to keep the old schedule, stop and set %s.decay_steps: %d"
-                logger.warning(told, key, optimizer.schedule, new, old, now, before, key, old)
+                told += " %.4g%s"
+                logger.warning(told, key, optimizer.schedule, new, old, now, before, hint)
 
     def open_metrics(self, version: int) -> None:
         """Open the metrics file without the lines of steps from `version` on, because these steps come again.

@@ -13,11 +13,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from common.errors import ConfigError, of_source
+from common.errors import ConfigError, Problem, of_source
 from common.import_path import check_arguments
 from rollout_fleet.environments.isolation.backend import takes_group_seed
 from rollout_fleet.environments.isolation.process_backend import child_variables
@@ -49,20 +49,23 @@ def check_environment(tasks: "TasksConfig", file: str = "config", libraries: boo
     """Check tasks.environment, or tasks.reward, and its options under the interpreter that will run the episodes.
 
     `libraries` is False on a machine that runs no episodes, where this interpreter may lack the environment's `NEEDS`.
-    Raises ConfigError for a name or options that do not fit, with the nearest valid name, and for a limit that nothing
-    would enforce.
+    Raises ConfigError for a name or options that do not fit, with the nearest valid name.
     """
     own = _own_description(tasks, file, libraries)
     if tasks.agents and not own.agent:
         raise ConfigError(file, "tasks.agents", f"an agent as {KEY} ({AGENT})", f"{tasks.environment!r}, which is none")
     said = {f.name: getattr(tasks.limits, f.name) for f in fields(Limits)}
     limits = replace(own.limits, **{key: value for key, value in said.items() if value is not None})
-    limits = replace(limits, process=limits.process or bool(limits.python))
-    for key in OF_A_PROCESS:
-        if said[key] is not None and not limits.process:
-            hint = "without a process of its own an episode shares the node's, which has no such limit"
-            raise ConfigError(file, f"tasks.limits.{key}", "limits.process: true beside it", f"{said[key]}", hint)
-    return replace(own, limits=limits)
+    return replace(own, limits=replace(limits, process=limits.process or bool(limits.python)))
+
+
+def limit_problems(config: "Config", found: Mapping[str, Description]) -> Iterator[Problem]:
+    """Limits that nothing enforces, where `found` is by `check_sources`. A run of an earlier release may have them."""
+    for (at, tasks), environment in zip(config.tasks.parts.items(), found.values(), strict=True):
+        for key in () if environment.limits.process else OF_A_PROCESS:
+            if (limit := getattr(tasks.limits, key)) is not None:
+                hint = "without a process of its own an episode shares the node's, which has no such limit"
+                yield Problem(f"{at}.limits.{key}", "limits.process: true beside it", f"{limit}", hint)
 
 
 def check_sources(config: "Config", file: str = "config", libraries: bool = True) -> dict[str, Description]:

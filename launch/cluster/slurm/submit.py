@@ -29,7 +29,7 @@ from launch.cluster.slurm.jobs import Jobs, end_run, leave, read_jobs, slurm, ta
 from launch.keys import make
 from launch.observe.advisor import Advice, advice_for
 from launch.observe.observation import outcome_of
-from launch.resolve_target import config_of, find_run
+from launch.resolve_target import config_of, find_run, warn_of_unused
 from launch.sinks.process import by_hand
 from launch.up.devices import interpreter
 
@@ -99,6 +99,7 @@ def prepared(file: str, overrides: list[str]) -> tuple[Config, RunDir]:
         print(f"made keys in {keys.path}")
     said, found = first_line(config, file)
     print(said, flush=True)
+    warn_of_unused(config)
     by_hand(config, run)
     if not run.began:  # a dry run left it, or jobs that Slurm refused
         run.config.unlink(missing_ok=True)

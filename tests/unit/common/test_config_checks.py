@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import yaml
 
-from common.config.checks import problems, resolve_paths
+from common.config.checks import problems, resolve_paths, without_effect
 from common.config.loading import build_config, dump_yaml, load_config
 from common.config.network_checks import fixed_address, is_loopback, split_address
 from common.config.observing import EvaluationConfig
@@ -48,7 +48,6 @@ tasks: {dataset: no.jsonl} | tasks.dataset | does not exist
 evaluation: {datasets: [no.jsonl]} | evaluation.datasets | does not exist
 evaluation: {every: 2} | evaluation.datasets | at least one dataset with evaluation.every
 evaluation: {temperature: 0.001} | evaluation.temperature | 0 (greedy), or 0.01 to 2
-{evaluation: {temperature: 0, samples: 8}, tasks: {environment: null, reward: math}} | evaluation.samples | the same
 evaluation: {temperature: 2.5} | evaluation.temperature | 0 (greedy), or 0.01 to 2
 rollout: {group_size: 1} | rollout.group_size | every advantage would be zero
 rollout: {max_tokens: 512} | rollout.max_tokens | max_model_len (512)
@@ -138,8 +137,6 @@ broker: {lease_s: 5.0, heartbeat_s: 2.0} | broker.lease_s | heartbeat_s
 broker: {max_lease_s: 60.0} | broker.max_lease_s | sample_timeout_s
 broker: {max_bytes: 10, max_message_bytes: 20} | broker.max_message_bytes | broker.max_bytes
 {rollout: {group_size: 1}, learner: {loss: {advantage: rloo}}} | rollout.group_size | rloo
-learner: {optimizer: {min_lr_fraction: 0.1}} | learner.optimizer.min_lr_fraction | expected 0 with schedule: constant
-learner: {optimizer: {decay_steps: 9}} | learner.optimizer.decay_steps | expected 0 with schedule: constant, found 9
 learner: {optimizer: {schedule: linear, warmup_steps: 9, decay_steps: 9}} | learner.optimizer.decay_steps | steps (9)
 learner: {optimizer: {schedule: cosine, decay_steps: 4}} | learner.optimizer.decay_steps | at least 5, the updates
 {learner: {optimizer: {schedule: linear, decay_steps: 9}, epochs: 2}} | learner.optimizer.decay_steps | at least 10
@@ -195,6 +192,12 @@ learner: {optimizer: {schedule: linear, warmup_steps: 20}}
 learner: {optimizer: {schedule: linear, warmup_steps: 2, decay_steps: 3, min_lr_fraction: 0.1}}
 learner: {optimizer: {schedule: cosine, decay_steps: 10}}
 """
+WITHOUT_EFFECT = """
+learner: {optimizer: {min_lr_fraction: 0.1}} | learner.optimizer.min_lr_fraction | schedule: constant
+learner: {optimizer: {decay_steps: 9}} | learner.optimizer.decay_steps | schedule: constant
+{evaluation: {temperature: 0, samples: 8}, tasks: {environment: null, reward: math}} | evaluation.samples | the same
+learner: {checkpoint: {keep_best: -value_loss}} | learner.checkpoint.keep_best | needs learner.critic
+"""
 
 
 @pytest.fixture
@@ -233,6 +236,16 @@ def test_settings_that_do_not_fit_together_are_refused(folder, line):
 @pytest.mark.parametrize("sections", PASSES.split("\n")[1:-1])
 def test_settings_that_fit_together_pass(folder, sections):
     assert list(problems(job(folder, **yaml.safe_load(sections)))) == []
+
+
+@pytest.mark.parametrize("line", WITHOUT_EFFECT.split("\n")[1:-1])
+def test_keys_without_effect_are_told_and_not_refused(folder, line):
+    sections, key, reason = line.split(" | ")
+    config = job(folder, **yaml.safe_load(sections))
+    assert list(problems(config)) == []
+    [sentence] = without_effect(config)
+    assert sentence.startswith(f"{key} has no effect") and reason in sentence
+    assert list(without_effect(job(folder))) == []
 
 
 @pytest.mark.parametrize(("dtype", "context", "plain"), [("bfloat16", 2, ""), ("float32", 1, ""), ("float32", 2, "1")])

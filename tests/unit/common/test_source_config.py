@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.config.checks import downloaded, problems, resolve_paths
+from common.config.checks import downloaded, problems, resolve_paths, without_effect
 from common.config.loading import build_config, dump_yaml, load_config
 from common.config.schema import Config
 from common.errors import ConfigError, Problem
@@ -150,7 +150,6 @@ def test_weights_whose_sum_is_0_unknown_keys_and_a_curriculum_of_one_source_are_
         (["watch=[{metric: environment/exact_match, below: 0.1}]"], "watch[0].metric"),
         (["learner.loss.reference=x", "tasks.sources.texts.kl_coefficient=0"], "learner.loss.reference"),
         (["learner.loss.kl_coefficient=0.1", *NO_KL], "learner.loss.kl_coefficient"),
-        (["tasks.curriculum={target: 0.3, every: 1}"], "tasks.curriculum.target"),
     ],
 )
 def test_what_does_not_fit_the_job_or_its_files_is_refused_by_its_key(
@@ -158,6 +157,18 @@ def test_what_does_not_fit_the_job_or_its_files_is_refused_by_its_key(
 ) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     assert key in [problem.key for problem in found(tmp_path, monkeypatch, *words)]
+
+
+def test_keys_of_a_curriculum_without_a_rule_are_told_and_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    word = "tasks.curriculum={target: 0.3, every: 1}"
+    assert found(tmp_path, monkeypatch, word) == []
+    assert [text.split()[0] for text in without_effect(built(tmp_path, word))] == [
+        "tasks.curriculum.target",
+        "tasks.curriculum.every",
+    ]
+    assert list(without_effect(built(tmp_path, word, "tasks.curriculum.rule=success"))) == []
 
 
 def test_a_rule_and_a_sweep_may_name_the_metrics_of_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import pytest
 from broker.diagnosis import stalls
 from common.config.converted import WEIGHTS
 from common.config.loading import dump_yaml, key_paths
+from common.config.optimizer import OptimizerConfig
 from common.config.schema import (
     BrokerAddress,
     BrokerConfig,
@@ -249,6 +250,7 @@ CASES = [  # level, check and code of the one finding on it ('' for none), a che
     ("problem", "config tasks.dataset", lambda c: files(own(c, dataset="/nowhere.jsonl"))),
     ("problem", "environment tasks.environment", lambda c: files(own(c, environment="no_such"))),
     ("warning", "", lambda c: files(c)),
+    ("warning", "config no_effect", lambda c: files(of(c, "learner", optimizer=OptimizerConfig(decay_steps=9)))),
 ]
 
 

@@ -4,13 +4,16 @@ import dataclasses
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+import yaml
 
 from common.config.checks import resolve_paths
 from common.config.loading import load_config
@@ -291,6 +294,25 @@ def test_run_is_finished_with_all_steps_and_a_model(config, run, record, model, 
         run.model.mkdir()
         (run.model / "config.json").write_text("{}")
     assert outcome_of(run, config, read_recent(run.metrics)).finished == expected
+
+
+def test_a_launch_says_once_which_keys_have_no_effect_and_a_role_does_not(tmp_path, capsys, monkeypatch):
+    file = write_job(tmp_path, learner={"optimizer": {"decay_steps": 9}}, weights={"transport": "relay"})
+    for module in (up, roles):
+        monkeypatch.setattr(module, "need_packages", lambda *names: None)
+    monkeypatch.setattr(up, "Job", lambda *words: SimpleNamespace(run=lambda *words: 0))
+    monkeypatch.setattr(roles, "become_torchrun", lambda *words: 0)
+    document = yaml.safe_load(file.read_text())
+    warm = {key: document[key] for key in ("run", "model", "learner")} | {"tasks": {"dataset": str(tmp_path / "t")}}
+    warm["run"] = {**warm["run"], "dir": str(tmp_path / "warm")}
+    shutil.copy(document["tasks"]["dataset"], tmp_path / "t")
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(warm))
+    other = f"run.dir={tmp_path / 'slurm'}"
+    for words in (["up", file], ["sft", tmp_path / "sft.yaml"], ["slurm", file, "--dry-run", other]):
+        assert main([str(word) for word in words]) == 0
+        assert capsys.readouterr().err.count("warning: learner.optimizer.decay_steps has no effect with ") == 1
+    assert main(["learner", str(file)]) == 0
+    assert "no effect" not in "".join(capsys.readouterr())
 
 
 def test_up_on_a_finished_run_says_what_it_has_reached_and_the_next_command(tmp_path, capsys):

@@ -378,6 +378,7 @@ REMARKS = [  # a config, overrides, check and code of a remark
     ("mixtral-8x7b", ["learner.memory.recompute=selective"], "memory selective"),
     ("mixtral-8x7b", ["learner.world_size=8"], "memory too_small"),
     ("mixtral-8x7b", CLIPS, "loss never_clips"),
+    ("mixtral-8x7b", ["learner.optimizer={schedule: constant, decay_steps: 9}"], "config no_effect"),
     ("llama-3.1-405b", ["model.dtype=float32"], "groups float32_context"),
 ]
 SILENCE = [

@@ -50,6 +50,12 @@ def test_commas_separate_values_except_in_quotes_and_brackets(text: str, values:
     assert values_of(text) == values
 
 
+def test_an_arm_may_have_keys_without_effect(job: Path) -> None:
+    words = ["learner.optimizer.schedule=constant,linear", "learner.optimizer.min_lr_fraction=0.1"]
+    words += ["learner.loss.kl_coefficient=0,0.01", "watch=[{metric: kl_mean, above: 0.5}]"]
+    assert len(planned(job, *words)) == 4
+
+
 def test_the_runs_are_the_product_of_the_values_with_a_folder_and_a_name_each(job: Path) -> None:
     runs = planned(job, f"{LR}=1e-3,0.01", f"{SIZE}=4,8", "run.steps=7", seeds=2)
     names = [f"lr={lr},group_size={size},seed={seed}" for lr in ("0.001", "0.01") for size in (4, 8) for seed in (0, 1)]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.config.checks import problems
+from common.config.checks import problems, without_effect
 from common.config.loading import build_config
 from common.config.schema import Config, SftConfig
 from common.errors import ConfigError
@@ -328,9 +328,6 @@ def test_an_evaluation_that_ends_late_decides_when_its_line_is_written(make_worl
         (config_of("-valdation_loss", kind=SftConfig), "'-validation_loss'"),
         (config_of("reward_mean", kind=SftConfig), "docs/metrics.md"),
         (config_of("evaluation/data-held-out/mean_reward"), "it needs evaluation.every"),
-        (config_of("-validation_loss", kind=SftConfig), "it needs evaluation.every"),
-        (config_of("-value_loss"), "it needs learner.critic"),
-        (config_of("kl_mean"), "it needs learner.loss.kl_coefficient"),
         (config_of("evaluation/data-held-uot/mean_reward", **evaluating()), "'evaluation/data-held-out/"),
         (config_of("evaluation/data-held-out/pass_at", **evaluating()), "'evaluation/data-held-out/"),
     ],
@@ -369,6 +366,20 @@ def test_an_evaluation_compares_versions_of_which_one_has_a_checkpoint(
     run = {"name": "best", "dir": "/run", "steps": steps}
     told = evaluating(every) | {"run": run, "weights": {"publish_every": 3}}
     config = config_of("evaluation/data-held-out/mean_reward", every=checkpoints, **told)
-    found = [problem.key for problem in problems(config, "broker")]
-    assert found == ([] if meet else ["evaluation.every"])
-    assert list(problems(config_of("reward_mean", every=checkpoints, **told), "broker")) == []
+    assert list(problems(config, "broker")) == []
+    found = [sentence for sentence in without_effect(config) if sentence.startswith("learner.checkpoint.keep_best")]
+    assert len(found) == (0 if meet else 1)
+    assert list(without_effect(config_of("reward_mean", every=checkpoints, **told))) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "needed"),
+    [
+        (config_of("-validation_loss", kind=SftConfig), "evaluation.every"),
+        (config_of("-value_loss"), "learner.critic"),
+        (config_of("kl_mean"), "learner.loss.kl_coefficient"),
+    ],
+)
+def test_a_metric_that_the_run_does_not_measure_is_told_and_not_refused(config: Any, needed: str) -> None:
+    config.validate("job.yaml", "broker")
+    assert [sentence.partition("which needs ")[2] for sentence in without_effect(config)] == [f"{needed}."]

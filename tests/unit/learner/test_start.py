@@ -245,6 +245,23 @@ def test_raised_steps_that_change_the_learning_rate_are_told_with_the_key_that_k
     assert "schedule" not in caplog.text
 
 
+def test_a_schedule_that_a_launch_would_refuse_is_not_advised(make_config: MakeConfig, caplog: Any) -> None:
+    for steps in (100, 200):
+        config = make_config(run={"steps": steps}, learner={"optimizer": {"schedule": "linear"}})
+        run_dir = RunDir(config.run.dir)
+        run_dir.prepare(config)
+        files = RunFiles(config, run_dir)
+        state = files.start("digest")
+        files.warn_of_schedule(state.policy_version, linear)
+        files.events.close()
+        if steps == 100:
+            folder = CheckpointFolder(run_dir.checkpoints, 2)
+            folder.begin(50).mkdir()
+            folder.finish(msgspec.structs.replace(state, policy_version=50))
+    [told] = [text for text in caplog.messages if "linear schedule" in text]
+    assert "ends at update 200 instead of 100" in told and "decay_steps" not in told
+
+
 def test_a_constant_rate_and_a_checkpoint_of_an_earlier_release_warn_of_no_schedule(
     make_config: MakeConfig, caplog: Any
 ) -> None:

@@ -2,15 +2,21 @@
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.config.schema import Config
 from common.config.tasks import LimitsConfig, TasksConfig
 from common.errors import ConfigError
+from common.process.run_dir import RunDir
 from common.rollouts import Sample
-from rollout_fleet.environments.description import check_environment
+from launch.checks.review import review
+from launch.resolve_target import checked
+from rollout_fleet.environments.description import check_environment, check_sources, limit_problems
 from rollout_fleet.environments.protocol import Action, Chat, Limits, StepResult
+from tests.rigs.configs import job_of
 from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S
 from tests.unit.rollout_fleet.fleet_fakes import EOS, Base, ScriptedSampler, in_turn, make_driver, say, text_of
@@ -117,12 +123,33 @@ def test_the_config_overrides_single_limits_of_the_class() -> None:
 
 
 @pytest.mark.parametrize("limit", [{"cpu_s": 9}, {"memory_mib": 64}])
-def test_a_limit_of_processes_is_refused_for_an_environment_without_one(limit: dict[str, int]) -> None:
-    def check(name: str, **process: bool) -> Limits:
-        limits = LimitsConfig(**limit, **process)
-        return check_environment(TasksConfig(environment=f"{__name__}:{name}", dataset="-", limits=limits)).limits
+def test_a_limit_of_processes_is_refused_by_a_launch_for_an_environment_without_one(
+    limit: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = f"tasks.limits.{next(iter(limit))}"
 
-    for name, process in (("Base", {}), ("Careful", {"process": False})):
-        with refused(ConfigError, f"tasks.limits.{next(iter(limit))}", "limits.process"):
-            check(name, **process)
-    assert check("Careful").process and check("Base", process=True).process
+    def job(name: str, **process: bool) -> Config:
+        tasks = {"environment": f"{__name__}:{name}", "limits": limit | process}
+        return job_of(tmp_path, tasks=tasks)
+
+    def reviewed(config: Config) -> tuple[list[str], list[str]]:
+        found = review(config, "job.yaml")
+        return [wrong.key for wrong in found.refused], [each.code for each in found.remarks if each.level == "warning"]
+
+    unused = [job("Base"), job("Careful", process=False)]
+    for config in (job("Careful"), job("Base", process=True)):
+        assert check_environment(config.tasks).limits.process
+        assert reviewed(config) == ([], []) == (list(limit_problems(config, check_sources(config))), [])
+    for config in unused:
+        with refused(ConfigError, key, "limits.process"):
+            checked(config, "job.yaml")
+        assert reviewed(config) == ([key], []) and not capsys.readouterr().err
+        checked(config, "job.yaml", reader="node")
+        assert capsys.readouterr().err.startswith(f"warning: {key}: expected limits.process: true")
+    run = RunDir.of(unused[0])
+    run.path.mkdir()
+    run.metrics.touch()
+    for config in unused:
+        checked(config, "job.yaml")
+        assert capsys.readouterr().err.startswith(f"warning: {key}: expected limits.process: true")
+        assert reviewed(config) == ([], [key])
