@@ -32,7 +32,7 @@ KEPT_GROUPS = 8  # in RUN/quarantine, each of up to broker.max_message_bytes
 # Files of a model that a job reads, besides its weights.
 COMPANIONS = (
     "config.json", "generation_config.json", *TOKENIZER_FILES, "merges.txt", "added_tokens.json",
-    "special_tokens_map.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+    "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 WEIGHTS, COMMIT = "weights", "commit"  # the second one is of the hub, and told only
 
@@ -165,6 +165,7 @@ class RunFiles:
         if take_over is not None:
             take_over(self.incarnation, state)
             state = self._newest(dataset_digest)  # until then a living learner may have completed a checkpoint
+        self._warn_of_files(state)
         for name in self.checkpoints.remove_incomplete():
             self.note("incomplete_checkpoint_removed", name=name)
         step = state.policy_version
@@ -211,15 +212,26 @@ class RunFiles:
     def _check_model(self, key: str, before: dict[str, str], checkpoint: str) -> None:
         """Raise UsageError when the folder of `key` has another model than when the checkpoint was written."""
         now = self._models[key]
-        differing = [n for n in sorted(before | now) if n != COMMIT and before.get(n) != now.get(n)]
+        both = before.keys() & now.keys() | {"config.json", WEIGHTS}
+        differing = [n for n in sorted(both - {COMMIT}) if before.get(n) != now.get(n)]
         if not differing:
             return
         name = self._config.model.path if key == "model.path" else self._config.learner.reference or ""
         told = "; ".join(f"{n} had digest {before.get(n, 'none')} and now has {now.get(n, 'none')}" for n in differing)
         hint = "restore it, or choose another run.dir for a run from this model"
-        if COMMIT in before and "@" not in name:
+        if COMMIT in both and before[COMMIT] != now[COMMIT] and "@" not in name:
             hint = f"set {key}={name.removeprefix(SCHEME)}@{before[COMMIT]} to continue with that commit"
         raise UsageError(f"{key}: {name} is not the model that it was when {checkpoint} was written: {told}; {hint}")
+
+    def _warn_of_files(self, state: TrainerState) -> None:
+        """Warn of a model's files that only the checkpoint or only the folder has: not every copy has all of them."""
+        for key in self._models.keys() & state.models.keys():
+            before, now = (each[key].keys() - {COMMIT} for each in (state.models, self._models))
+            told = [f"{name} is no longer there" for name in sorted(before - now)]
+            told += [f"{name} is new" for name in sorted(now - before)]
+            if told:
+                hint = "a chat template or a tokenizer's file that comes or goes changes the prompts"
+                logger.warning("%s: files of the model since the last checkpoint: %s; %s", key, ", ".join(told), hint)
 
     def warn_of_schedule(self, step: int, rate: Callable[[int, OptimizerConfig, int], float]) -> None:
         """Warn when the learning rate of `step` is another one than before, because a schedule ends elsewhere now.

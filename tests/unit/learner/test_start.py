@@ -145,7 +145,7 @@ def test_a_run_continues_with_the_model_that_it_began_from_in_whatever_folder(
     assert continues(make_config, parts) == known
 
 
-@pytest.mark.parametrize("changed", ["config.json", "tokenizer.json", "chat_template.jinja", "weights"])
+@pytest.mark.parametrize("changed", ["config.json", "tokenizer.json", "weights"])
 def test_a_model_that_changed_beneath_a_run_is_refused_with_what_changed(
     make_config: MakeConfig, tmp_path: Path, changed: str
 ) -> None:
@@ -155,9 +155,32 @@ def test_a_model_that_changed_beneath_a_run_is_refused_with_what_changed(
         save_file({"a": np.arange(60, dtype=np.float32) + 1}, model / "model.safetensors")
     else:
         (model / changed).write_text('{"a": 1}')
-    was = before.get(changed, "none")
-    with refused(UsageError, "model.path", str(model), "step-000004", f"{changed} had digest {was} and now has"):
+    told = f"{changed} had digest {before[changed]} and now has"
+    with refused(UsageError, "model.path", str(model), "step-000004", told):
         continues(make_config, model)
+
+
+def test_a_copy_with_more_or_fewer_files_continues_the_run_with_a_warning(
+    make_config: MakeConfig, tmp_path: Path, caplog: Any
+) -> None:
+    whole, parts = model_folder(tmp_path / "whole"), model_folder(tmp_path / "parts")
+    (whole / "generation_config.json").write_text("{}")
+    (parts / "chat_template.jinja").write_text("a")
+    (parts / "additional_chat_templates").mkdir()  # no download of ours has these
+    (parts / "additional_chat_templates" / "tools.jinja").write_text("b")
+    continues(make_config, whole)
+    assert "files of the model" not in caplog.text
+    continues(make_config, parts)
+    (warning,) = (text for text in caplog.messages if "files of the model" in text)
+    assert "model.path: " in warning and "changes the prompts" in warning
+    assert "generation_config.json is no longer there, chat_template.jinja is new;" in warning
+    (parts / "chat_template.jinja").write_text("other")
+    with refused(UsageError, "chat_template.jinja had digest"):
+        continues(make_config, parts)
+    (parts / "chat_template.jinja").write_text("a")
+    (parts / "config.json").unlink()
+    with refused(UsageError, "config.json had digest", "now has none"):
+        continues(make_config, parts)
 
 
 def test_the_reference_of_the_loss_is_compared_by_its_weights(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -178,6 +201,10 @@ def test_a_branch_of_the_hub_that_moved_is_refused_with_the_commit_that_continue
     with refused(UsageError, "model.path: hf://me/m ", "config.json", "set model.path=me/m@c1"):
         continues(make_config, second, "hf://me/m")
     continues(make_config, first, "hf://me/m@c1")
+    other = model_folder(tmp_path / "other" / "snapshots" / "c1", config_json="c3")
+    for copy, name in ((other, "hf://me/m"), (second, str(second))):  # the same commit, and a folder, which has none
+        with refused(UsageError, "config.json", "restore it"):
+            continues(make_config, copy, name)
     with refused(UsageError, "config.json", "restore it"):
         continues(make_config, second, "hf://me/m@c2")
 
