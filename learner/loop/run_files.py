@@ -34,7 +34,8 @@ COMPANIONS = (
     "config.json", "generation_config.json", *TOKENIZER_FILES, "merges.txt", "added_tokens.json",
     "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-WEIGHTS, COMMIT = "weights", "commit"  # the second one is of the hub, and told only
+WEIGHTS = "weights"
+COMMIT, STAMPS = "commit", "stamps"  # the hub's, and as `stamps`: neither is compared with a checkpoint's
 
 
 class LearnerRecord(msgspec.Struct, frozen=True):
@@ -87,10 +88,21 @@ def write_record(run_dir: RunDir, incarnation: int, state: str, policy_version: 
     write_json(run_dir.learner_json, record)
 
 
-def identities(named: BaseConfig, local: BaseConfig) -> dict[str, dict[str, str]]:
+def stamps(folder: Path) -> str:
+    """Identifies names, sizes and times of a folder's safetensors files; '' without any. Raises OSError."""
+    told = [
+        (file.name, stat.st_size, stat.st_mtime_ns) for file in folder.glob("*.safetensors") if (stat := file.stat())
+    ]
+    return hashlib.sha256(msgspec.json.encode(sorted(told))).hexdigest()[:16] if told else ""
+
+
+def identities(
+    named: BaseConfig, local: BaseConfig, known: dict[str, dict[str, str]] | None = None
+) -> dict[str, dict[str, str]]:
     """By config key, digests of the models that a continued run reads again, whatever folder they are in.
 
-    `named` has the hub's names, `local` the paths of their copies. Raises UsageError when a file cannot be read.
+    `named` has the hub's names, `local` the paths of their copies. `known`: what this returned before; weights whose
+    files have the same `stamps` are not read again. Raises UsageError when a file cannot be read.
     """
     found: dict[str, dict[str, str]] = {}
     both = {"model.path": (named.model.path, local.model.path)}
@@ -102,7 +114,15 @@ def identities(named: BaseConfig, local: BaseConfig) -> dict[str, dict[str, str]
         files = [file for each in COMPANIONS for file in folder.glob(each)] if key == "model.path" else []
         try:
             digests = {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest()[:16] for f in files}
-            digests[WEIGHTS] = weights_digest(folder)[:16]
+            before = (known or {}).get(key, {})
+            if stamp := stamps(folder):
+                digests[STAMPS] = stamp
+            if stamp and before.get(STAMPS) == stamp:
+                digests[WEIGHTS] = before[WEIGHTS]
+            else:
+                if stamp:  # minutes for many tensors on a slow file system
+                    logger.info("%s: reading parts of every tensor in %s, to know this model again", key, folder)
+                digests[WEIGHTS] = weights_digest(folder)[:16]
         except (OSError, ValueError) as error:
             raise UsageError(f"{key}: {folder} cannot be read: {error}") from None
         if name.startswith(SCHEME) and folder.parent.name == "snapshots":
@@ -155,11 +175,12 @@ class RunFiles:
         Raises UsageError when the checkpoints are another run's or in another folder, or were trained on another
         dataset or from another model.
         """
-        if self._local is not None:
-            self._models = identities(self._config, self._local)
         record = read_record(self._run_dir)
         self._check_place(record)
         self._run_dir.label_checkpoints(self._config, run_id)
+        if self._local is not None:
+            _, former = self.checkpoints.newest() or (None, None)
+            self._models = identities(self._config, self._local, former.models if former else None)
         state = self._newest(dataset_digest)
         self.incarnation = max(record.incarnation if record else -1, state.incarnation, known) + 1
         if take_over is not None:
@@ -213,7 +234,7 @@ class RunFiles:
         """Raise UsageError when the folder of `key` has another model than when the checkpoint was written."""
         now = self._models[key]
         both = before.keys() & now.keys() | {"config.json", WEIGHTS}
-        differing = [n for n in sorted(both - {COMMIT}) if before.get(n) != now.get(n)]
+        differing = [n for n in sorted(both - {COMMIT, STAMPS}) if before.get(n) != now.get(n)]
         if not differing:
             return
         name = self._config.model.path if key == "model.path" else self._config.learner.reference or ""
@@ -226,7 +247,7 @@ class RunFiles:
     def _warn_of_files(self, state: TrainerState) -> None:
         """Warn of a model's files that only the checkpoint or only the folder has: not every copy has all of them."""
         for key in self._models.keys() & state.models.keys():
-            before, now = (each[key].keys() - {COMMIT} for each in (state.models, self._models))
+            before, now = (each[key].keys() - {COMMIT, STAMPS} for each in (state.models, self._models))
             told = [f"{name} is no longer there" for name in sorted(before - now)]
             told += [f"{name} is new" for name in sorted(now - before)]
             if told:

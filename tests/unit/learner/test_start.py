@@ -17,6 +17,7 @@ import zmq
 from safetensors.numpy import save_file
 
 from broker.contract import RunInfo
+from common.config.converted import Converted, config_digest
 from common.config.optimizer import OptimizerConfig
 from common.config.schema import Config
 from common.errors import BrokerError, BrokerUnreachable, UsageError
@@ -129,7 +130,7 @@ def continues(
         folder.finish(msgspec.structs.replace(state, policy_version=version))
     finally:
         files.events.close()
-    return state.models
+    return {key: {n: told for n, told in each.items() if n != "stamps"} for key, each in state.models.items()}
 
 
 def test_a_run_continues_with_the_model_that_it_began_from_in_whatever_folder(
@@ -143,6 +144,41 @@ def test_a_run_continues_with_the_model_that_it_began_from_in_whatever_folder(
     parts = model_folder(tmp_path / "parts", model_safetensors_index_json="{}")
     (parts / "model.safetensors").rename(parts / "model-00001-of-00001.safetensors")
     assert continues(make_config, parts) == known
+
+
+def test_weights_are_read_again_only_when_their_files_changed(
+    make_config: MakeConfig, tmp_path: Path, caplog: Any
+) -> None:
+    caplog.set_level("INFO")
+    model, reference = model_folder(tmp_path / "m"), model_folder(tmp_path / "r")
+    known = continues(make_config, model, reference=reference)
+    assert sum("reading parts of every tensor" in text for text in caplog.messages) == 2
+    caplog.clear()
+    for weights in (model / "model.safetensors", reference / "model.safetensors"):
+        stat = weights.stat()
+        weights.write_bytes(b"\xff" * stat.st_size)  # no safetensors file
+        os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    for _ in range(2):
+        assert continues(make_config, model, reference=reference) == known
+    assert "reading" not in caplog.text
+    os.utime(model / "model.safetensors", (1, 1))
+    with refused(UsageError, "model.path", "cannot be read"):
+        continues(make_config, model, reference=reference)
+
+
+def test_a_converted_model_is_compared_at_every_start(make_config: MakeConfig, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        folder = model_folder(tmp_path / name)
+        (folder / "model.safetensors").unlink()
+        (folder / "megatron").mkdir()
+        told = Converted(
+            source="m", dtype="float32", config=config_digest(folder), weights=name * 64, names=[], files={}
+        )
+        write_json(folder / "megatron" / "converted.json", told)
+    known = continues(make_config, tmp_path / "a")
+    assert continues(make_config, tmp_path / "a") == known
+    with refused(UsageError, "model.path", "weights had digest aaaa"):
+        continues(make_config, tmp_path / "b")
 
 
 @pytest.mark.parametrize("changed", ["config.json", "tokenizer.json", "weights"])
