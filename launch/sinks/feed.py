@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 1.0
 FEED_BYTES = 1 << 20  # read between two flushes, and by Prometheus at its start
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 60.0
+UNIX_TIMES = 1e9  # a `Cursor.start` from here on is a time, of a line that an earlier version wrote
 # The group of a metric follows from its declared unit.
 GROUPS = {"s": "time", "tokens": "tokens", "bytes": "weights", "steps": "staleness", "versions": "staleness"}
 GROUPS |= {"groups": "broker", "samples": "samples", "nodes": "broker", "episodes": "fleet", "requests": "fleet"}
@@ -67,9 +68,11 @@ class Cursor(msgspec.Struct):
     def _step(self, line: StepMetrics | SftMetrics) -> Iterator[Point]:
         start = line.time_s if line.incarnation is UNSET else float(line.incarnation)
         again = line.step <= self.step
-        if again and start > self.start:
+        # Lines that tell their start are newer than all that do not: a run may continue with a later version.
+        newer = (start < UNIX_TIMES, start) > (self.start < UNIX_TIMES, self.start)
+        if again and newer:
             self.evaluated = {name: min(version, line.step) for name, version in self.evaluated.items()}
-        if not again or start > self.start:
+        if not again or newer:
             self.step = line.step
             self.start = start
             yield Point(line.step, line.time_s, flat(line), again=again)

@@ -32,9 +32,10 @@ KEPT_GROUPS = 8  # in RUN/quarantine, each of up to broker.max_message_bytes
 # Files of a model that a job reads, besides its weights.
 COMPANIONS = (
     "config.json", "generation_config.json", *TOKENIZER_FILES, "merges.txt", "added_tokens.json",
-    "special_tokens_map.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+    "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-WEIGHTS, COMMIT = "weights", "commit"  # the second one is of the hub, and told only
+WEIGHTS = "weights"
+COMMIT, STAMPS = "commit", "stamps"  # the hub's, and as `stamps`: neither is compared with a checkpoint's
 
 
 class LearnerRecord(msgspec.Struct, frozen=True):
@@ -87,10 +88,21 @@ def write_record(run_dir: RunDir, incarnation: int, state: str, policy_version: 
     write_json(run_dir.learner_json, record)
 
 
-def identities(named: BaseConfig, local: BaseConfig) -> dict[str, dict[str, str]]:
+def stamps(folder: Path) -> str:
+    """Identifies names, sizes and times of a folder's safetensors files; '' without any. Raises OSError."""
+    told = [
+        (file.name, stat.st_size, stat.st_mtime_ns) for file in folder.glob("*.safetensors") if (stat := file.stat())
+    ]
+    return hashlib.sha256(msgspec.json.encode(sorted(told))).hexdigest()[:16] if told else ""
+
+
+def identities(
+    named: BaseConfig, local: BaseConfig, known: dict[str, dict[str, str]] | None = None
+) -> dict[str, dict[str, str]]:
     """By config key, digests of the models that a continued run reads again, whatever folder they are in.
 
-    `named` has the hub's names, `local` the paths of their copies. Raises UsageError when a file cannot be read.
+    `named` has the hub's names, `local` the paths of their copies. `known`: what this returned before; weights whose
+    files have the same `stamps` are not read again. Raises UsageError when a file cannot be read.
     """
     found: dict[str, dict[str, str]] = {}
     both = {"model.path": (named.model.path, local.model.path)}
@@ -102,7 +114,15 @@ def identities(named: BaseConfig, local: BaseConfig) -> dict[str, dict[str, str]
         files = [file for each in COMPANIONS for file in folder.glob(each)] if key == "model.path" else []
         try:
             digests = {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest()[:16] for f in files}
-            digests[WEIGHTS] = weights_digest(folder)[:16]
+            before = (known or {}).get(key, {})
+            if stamp := stamps(folder):
+                digests[STAMPS] = stamp
+            if stamp and before.get(STAMPS) == stamp:
+                digests[WEIGHTS] = before[WEIGHTS]
+            else:
+                if stamp:  # minutes for many tensors on a slow file system
+                    logger.info("%s: reading parts of every tensor in %s, to know this model again", key, folder)
+                digests[WEIGHTS] = weights_digest(folder)[:16]
         except (OSError, ValueError) as error:
             raise UsageError(f"{key}: {folder} cannot be read: {error}") from None
         if name.startswith(SCHEME) and folder.parent.name == "snapshots":
@@ -155,16 +175,18 @@ class RunFiles:
         Raises UsageError when the checkpoints are another run's or in another folder, or were trained on another
         dataset or from another model.
         """
-        if self._local is not None:
-            self._models = identities(self._config, self._local)
         record = read_record(self._run_dir)
         self._check_place(record)
         self._run_dir.label_checkpoints(self._config, run_id)
+        if self._local is not None:
+            _, former = self.checkpoints.newest() or (None, None)
+            self._models = identities(self._config, self._local, former.models if former else None)
         state = self._newest(dataset_digest)
         self.incarnation = max(record.incarnation if record else -1, state.incarnation, known) + 1
         if take_over is not None:
             take_over(self.incarnation, state)
             state = self._newest(dataset_digest)  # until then a living learner may have completed a checkpoint
+        self._warn_of_files(state)
         for name in self.checkpoints.remove_incomplete():
             self.note("incomplete_checkpoint_removed", name=name)
         step = state.policy_version
@@ -211,15 +233,26 @@ class RunFiles:
     def _check_model(self, key: str, before: dict[str, str], checkpoint: str) -> None:
         """Raise UsageError when the folder of `key` has another model than when the checkpoint was written."""
         now = self._models[key]
-        differing = [n for n in sorted(before | now) if n != COMMIT and before.get(n) != now.get(n)]
+        both = before.keys() & now.keys() | {"config.json", WEIGHTS}
+        differing = [n for n in sorted(both - {COMMIT, STAMPS}) if before.get(n) != now.get(n)]
         if not differing:
             return
         name = self._config.model.path if key == "model.path" else self._config.learner.reference or ""
         told = "; ".join(f"{n} had digest {before.get(n, 'none')} and now has {now.get(n, 'none')}" for n in differing)
         hint = "restore it, or choose another run.dir for a run from this model"
-        if COMMIT in before and "@" not in name:
+        if COMMIT in both and before[COMMIT] != now[COMMIT] and "@" not in name:
             hint = f"set {key}={name.removeprefix(SCHEME)}@{before[COMMIT]} to continue with that commit"
         raise UsageError(f"{key}: {name} is not the model that it was when {checkpoint} was written: {told}; {hint}")
+
+    def _warn_of_files(self, state: TrainerState) -> None:
+        """Warn of a model's files that only the checkpoint or only the folder has: not every copy has all of them."""
+        for key in self._models.keys() & state.models.keys():
+            before, now = (each[key].keys() - {COMMIT, STAMPS} for each in (state.models, self._models))
+            told = [f"{name} is no longer there" for name in sorted(before - now)]
+            told += [f"{name} is new" for name in sorted(now - before)]
+            if told:
+                hint = "a chat template or a tokenizer's file that comes or goes changes the prompts"
+                logger.warning("%s: files of the model since the last checkpoint: %s; %s", key, ", ".join(told), hint)
 
     def warn_of_schedule(self, step: int, rate: Callable[[int, OptimizerConfig, int], float]) -> None:
         """Warn when the learning rate of `step` is another one than before, because a schedule ends elsewhere now.

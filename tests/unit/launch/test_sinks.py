@@ -91,6 +91,15 @@ def test_a_warm_start_that_resumes_with_a_clock_behind_is_fed_again() -> None:
     assert steps(take(cursor, *again, kind=SftMetrics)) == [(1, True), (2, False)]
 
 
+def test_a_warm_start_that_resumes_after_an_upgrade_is_fed_again_once() -> None:
+    cursor = Cursor()
+    old = [{"step": step, "time_s": 1.7e9 + step, "loss": 1.0} for step in range(10)]
+    take(cursor, *old, kind=SftMetrics)
+    again = [*old[:5], *({"step": step, "time_s": 1.7e9 + 20 + step, "incarnation": 1} for step in range(5, 13))]
+    assert steps(take(cursor, *again, kind=SftMetrics)) == [(5, True), *((step, False) for step in range(6, 13))]
+    assert take(cursor, *again, kind=SftMetrics) == []
+
+
 def test_evaluations_are_points_at_their_version_once_per_dataset() -> None:
     cursor = Cursor()
     point, other = take(cursor, evaluation(2), line(2), evaluation(2), {"kind": "other", "step": 3})

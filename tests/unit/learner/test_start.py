@@ -17,6 +17,7 @@ import zmq
 from safetensors.numpy import save_file
 
 from broker.contract import RunInfo
+from common.config.converted import Converted, config_digest
 from common.config.optimizer import OptimizerConfig
 from common.config.schema import Config
 from common.errors import BrokerError, BrokerUnreachable, UsageError
@@ -129,7 +130,7 @@ def continues(
         folder.finish(msgspec.structs.replace(state, policy_version=version))
     finally:
         files.events.close()
-    return state.models
+    return {key: {n: told for n, told in each.items() if n != "stamps"} for key, each in state.models.items()}
 
 
 def test_a_run_continues_with_the_model_that_it_began_from_in_whatever_folder(
@@ -145,7 +146,42 @@ def test_a_run_continues_with_the_model_that_it_began_from_in_whatever_folder(
     assert continues(make_config, parts) == known
 
 
-@pytest.mark.parametrize("changed", ["config.json", "tokenizer.json", "chat_template.jinja", "weights"])
+def test_weights_are_read_again_only_when_their_files_changed(
+    make_config: MakeConfig, tmp_path: Path, caplog: Any
+) -> None:
+    caplog.set_level("INFO")
+    model, reference = model_folder(tmp_path / "m"), model_folder(tmp_path / "r")
+    known = continues(make_config, model, reference=reference)
+    assert sum("reading parts of every tensor" in text for text in caplog.messages) == 2
+    caplog.clear()
+    for weights in (model / "model.safetensors", reference / "model.safetensors"):
+        stat = weights.stat()
+        weights.write_bytes(b"\xff" * stat.st_size)  # no safetensors file
+        os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    for _ in range(2):
+        assert continues(make_config, model, reference=reference) == known
+    assert "reading" not in caplog.text
+    os.utime(model / "model.safetensors", (1, 1))
+    with refused(UsageError, "model.path", "cannot be read"):
+        continues(make_config, model, reference=reference)
+
+
+def test_a_converted_model_is_compared_at_every_start(make_config: MakeConfig, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        folder = model_folder(tmp_path / name)
+        (folder / "model.safetensors").unlink()
+        (folder / "megatron").mkdir()
+        told = Converted(
+            source="m", dtype="float32", config=config_digest(folder), weights=name * 64, names=[], files={}
+        )
+        write_json(folder / "megatron" / "converted.json", told)
+    known = continues(make_config, tmp_path / "a")
+    assert continues(make_config, tmp_path / "a") == known
+    with refused(UsageError, "model.path", "weights had digest aaaa"):
+        continues(make_config, tmp_path / "b")
+
+
+@pytest.mark.parametrize("changed", ["config.json", "tokenizer.json", "weights"])
 def test_a_model_that_changed_beneath_a_run_is_refused_with_what_changed(
     make_config: MakeConfig, tmp_path: Path, changed: str
 ) -> None:
@@ -155,9 +191,32 @@ def test_a_model_that_changed_beneath_a_run_is_refused_with_what_changed(
         save_file({"a": np.arange(60, dtype=np.float32) + 1}, model / "model.safetensors")
     else:
         (model / changed).write_text('{"a": 1}')
-    was = before.get(changed, "none")
-    with refused(UsageError, "model.path", str(model), "step-000004", f"{changed} had digest {was} and now has"):
+    told = f"{changed} had digest {before[changed]} and now has"
+    with refused(UsageError, "model.path", str(model), "step-000004", told):
         continues(make_config, model)
+
+
+def test_a_copy_with_more_or_fewer_files_continues_the_run_with_a_warning(
+    make_config: MakeConfig, tmp_path: Path, caplog: Any
+) -> None:
+    whole, parts = model_folder(tmp_path / "whole"), model_folder(tmp_path / "parts")
+    (whole / "generation_config.json").write_text("{}")
+    (parts / "chat_template.jinja").write_text("a")
+    (parts / "additional_chat_templates").mkdir()  # no download of ours has these
+    (parts / "additional_chat_templates" / "tools.jinja").write_text("b")
+    continues(make_config, whole)
+    assert "files of the model" not in caplog.text
+    continues(make_config, parts)
+    (warning,) = (text for text in caplog.messages if "files of the model" in text)
+    assert "model.path: " in warning and "changes the prompts" in warning
+    assert "generation_config.json is no longer there, chat_template.jinja is new;" in warning
+    (parts / "chat_template.jinja").write_text("other")
+    with refused(UsageError, "chat_template.jinja had digest"):
+        continues(make_config, parts)
+    (parts / "chat_template.jinja").write_text("a")
+    (parts / "config.json").unlink()
+    with refused(UsageError, "config.json had digest", "now has none"):
+        continues(make_config, parts)
 
 
 def test_the_reference_of_the_loss_is_compared_by_its_weights(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -178,6 +237,10 @@ def test_a_branch_of_the_hub_that_moved_is_refused_with_the_commit_that_continue
     with refused(UsageError, "model.path: hf://me/m ", "config.json", "set model.path=me/m@c1"):
         continues(make_config, second, "hf://me/m")
     continues(make_config, first, "hf://me/m@c1")
+    other = model_folder(tmp_path / "other" / "snapshots" / "c1", config_json="c3")
+    for copy, name in ((other, "hf://me/m"), (second, str(second))):  # the same commit, and a folder, which has none
+        with refused(UsageError, "config.json", "restore it"):
+            continues(make_config, copy, name)
     with refused(UsageError, "config.json", "restore it"):
         continues(make_config, second, "hf://me/m@c2")
 
