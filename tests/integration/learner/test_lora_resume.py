@@ -103,6 +103,9 @@ def test_an_rl_job_of_adapters_killed_with_9_ends_bitwise_equal_and_refuses_othe
         weights = load_file(base / "model.safetensors")
         weights["model.embed_tokens.weight"][0, 0] += 1.0
         save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+        assert "is not the model that it was when" in refused(job)
+        for state in job.run.checkpoints.glob("step-*/trainer.json"):  # as an earlier release wrote it
+            state.write_text(json.dumps(json.loads(state.read_text()) | {"models": {}}))
         assert "model.path: expected the weights beside which" in refused(job)
     change(job, "lora", None)
     job.run.config.write_text(job.config.read_text())
