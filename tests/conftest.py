@@ -5,6 +5,7 @@ The workers of pytest-xdist take whole files in this order, the longest first, s
 
 import asyncio
 import inspect
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -57,9 +58,10 @@ def _turn(item: pytest.Item) -> tuple[int, int]:
 
 @pytest.fixture(scope="module", autouse=True)
 def kept_environment() -> Iterator[None]:
-    """An engine sets HF_HUB_OFFLINE, for example; what one file sets in os.environ does not reach the next."""
-    before = dict(os.environ)
+    """An engine sets HF_HUB_OFFLINE, and a role its log level; what one file sets does not reach the next."""
+    before, level = dict(os.environ), logging.root.level
     yield
+    logging.root.setLevel(level)
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
