@@ -12,10 +12,11 @@ import msgspec
 
 from broker.client.connect import ask_status
 from broker.contract import RunInfo
-from common.config.checks import C, downloaded, resolve_paths, without_effect
+from common.config.checks import C, downloaded, resolve_paths
 from common.config.loading import Document, build_config, kind_of, load_config, load_either
 from common.config.network_checks import fixed_address, is_redis, split_address
 from common.config.schema import BaseConfig, Config, Reader
+from common.config.without_effect import without_effect
 from common.errors import ConfigError, UsageError, of_source
 from common.json_lines import EventFile
 from common.process.run_dir import CHANGEABLE, OF_A_MACHINE, RunDir, changeable, other_values

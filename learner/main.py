@@ -55,11 +55,9 @@ def prepare(
         files = RunFiles(named, run_dir, config)
     if isinstance(config, SftConfig):
         rows = SftSource(config, process.stop_requested)
-        return (
-            rows,
-            files.start(rows.dataset.digest, run_id=sft_run_id(config, run_dir, broker)) if files else None,
-            files,
-        )
+        if files is None:
+            return rows, None, None
+        return rows, files.start(rows.dataset.digest, run_id=sft_run_id(config, run_dir, broker)), files
     assert config.rl is not None
     if files is None:
         return RolloutSource(config.rl, address), None, None

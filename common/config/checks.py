@@ -5,7 +5,6 @@ means the same place whatever directory it is started in. `downloaded` puts loca
 in the process that reads them. The run's config and the broker keep the names, which no check looks behind.
 """
 
-import math
 import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
@@ -35,12 +34,12 @@ from common.config.parallel_layout import (
 )
 from common.config.passthrough import engine_step_problems, passthrough_problems, quantization_problems
 from common.config.schema import BaseConfig, Config, MoeConfig, Reader
-from common.config.tasks import CurriculumConfig, kept_rows
+from common.config.tasks import kept_rows
 from common.errors import Problem, UsageError, meant, nearest
 from common.evaluation import dataset_names, pass_ks
 from common.hub import SCHEME, TOKENIZER_FILES, absolute, local_copy
 from common.json_lines import FIRST_ROWS, OtherFormat, dataset_exists, dataset_rows
-from common.metrics import NEEDING, SOURCE_FIGURES, EvaluationMetrics, numbers
+from common.metrics import SOURCE_FIGURES, EvaluationMetrics, numbers
 
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
 HIGHEST_TEMPERATURE = 2.0  # vLLM refuses higher ones
@@ -248,19 +247,6 @@ def metric_names(config: BaseConfig) -> list[str]:
     return known
 
 
-def absent_metrics(config: BaseConfig) -> dict[str, str]:
-    """The metrics of a step that this run does not measure, and the key that each of them needs."""
-    job = config.rl
-    given = {"evaluation.every": job is not None or config.evaluation.every > 0}
-    if job is not None:
-        given["learner.loss.kl_coefficient"] = job.measures_kl
-        given["learner.loss.distillation"] = job.learner.loss.distillation is not None
-        given["learner.critic"] = job.learner.critic is not None
-        given["learner.moe.replay_routing"] = job.learner.moe.replay_routing
-        given["rollout.concurrency: auto"] = job.rollout.concurrency == "auto"
-    return {name: key for key, names in NEEDING.items() if not given.get(key, True) for name in names}
-
-
 def source_metrics(config: BaseConfig) -> list[str]:
     """The metrics of each of tasks.sources; docs/mixtures.md."""
     sources = config.rl.tasks.sources if config.rl else ()
@@ -279,46 +265,6 @@ def _keep_best(config: BaseConfig) -> Iterator[Problem]:
         if config.rl and not config.evaluation.every and name.startswith("evaluation/"):
             hint = "it needs evaluation.every"
         yield Problem("learner.checkpoint.keep_best", "a metric of this run, or -METRIC for the least", hint=hint)
-
-
-def without_effect(config: BaseConfig) -> Iterator[str]:
-    """Sentences about keys that do nothing in this run. A sweep and a continued run may have them.
-
-    Only what launches or reviews a job says them: a role is silent.
-    """
-    learner, absent = config.learner, absent_metrics(config)
-    optimizers = {"learner.optimizer": learner.optimizer}
-    if learner.value_model is not None:
-        optimizers["learner.critic.optimizer"] = learner.value_model.optimizer
-    for at, optimizer in optimizers.items():
-        for name in ("decay_steps", "min_lr_fraction") if optimizer.schedule == "constant" else ():
-            if getattr(optimizer, name):
-                yield f"{at}.{name} has no effect with {at}.schedule: constant."
-    best = (learner.checkpoint.keep_best or "").removeprefix("-")
-    if key := absent.get(best):
-        yield f"learner.checkpoint.keep_best has no effect: this run does not measure {best}, which needs {key}."
-    if (job := config.rl) is None:
-        return
-    every, steps = job.evaluation.every, config.run.steps
-    judges = best.startswith("evaluation/") and 0 < every <= steps  # a trial of a few steps evaluates nothing
-    if judges and steps % every and math.lcm(every, learner.checkpoint.every) > steps:  # the last one is a checkpoint
-        given = (
-            f"evaluation.every ({every}), learner.checkpoint.every ({learner.checkpoint.every}), run.steps ({steps})"
-        )
-        yield f"learner.checkpoint.keep_best has no effect: with {given} no evaluated version has a checkpoint."
-    unset, curriculum = CurriculumConfig(), job.tasks.curriculum
-    for name in unset.__struct_fields__ if curriculum.rule == "none" else ():
-        if getattr(curriculum, name) != getattr(unset, name):
-            yield f"tasks.curriculum.{name} has no effect with tasks.curriculum.rule: none."
-    for number, rule in enumerate(job.watch):
-        key = absent.get(rule.metric)
-        if not every and rule.metric.startswith("evaluation/"):
-            key = "evaluation.every"
-        if key:
-            yield f"watch[{number}] has no effect: this run does not measure {rule.metric}, which needs {key}."
-    judged = all(part.reward is not None for part in job.tasks.parts.values())  # an environment may vary by its seed
-    if job.evaluation.temperature == 0 and job.evaluation.samples > 1 and judged:
-        yield "evaluation.samples has no effect with evaluation.temperature: 0: all greedy answers are the same."
 
 
 def model_folder_problems(path: str) -> Generator[Problem, None, Architecture | None]:

@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from common.config.architecture import UnknownArchitecture, read_architecture
-from common.config.checks import problems, resolve_paths, size_problems, without_effect
+from common.config.checks import problems, resolve_paths, size_problems
 from common.config.group_size import most_kept_bytes
 from common.config.loading import load_either
 from common.config.loss import plugins as loss_plugins
@@ -21,6 +21,7 @@ from common.config.network_checks import is_loopback, split_address
 from common.config.parallel_layout import model_problems, world_problems
 from common.config.passthrough import passthrough_warnings
 from common.config.schema import BaseConfig, Config, LearnerConfig
+from common.config.without_effect import without_effect
 from common.errors import ConfigError, Problem, UsageError, of_source
 from common.hub import SCHEME
 from common.process.run_dir import RunDir, other_values

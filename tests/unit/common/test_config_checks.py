@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import yaml
 
-from common.config.checks import problems, resolve_paths, without_effect
+from common.config.checks import problems, resolve_paths
 from common.config.loading import build_config, dump_yaml, load_config
 from common.config.network_checks import fixed_address, is_loopback, split_address
 from common.config.observing import EvaluationConfig
@@ -23,6 +23,7 @@ from common.config.schema import (
     SftTasksConfig,
     TasksConfig,
 )
+from common.config.without_effect import without_effect
 from common.errors import ConfigError
 from common.security.credentials import KeyFolder
 from launch.keys import make

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from common.config.checks import downloaded, problems, resolve_paths, without_effect
+from common.config.checks import downloaded, problems, resolve_paths
 from common.config.loading import build_config, dump_yaml, load_config
 from common.config.schema import Config
+from common.config.without_effect import without_effect
 from common.errors import ConfigError, Problem
 from launch.sweep.winner import parse_rule
 

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.config.checks import problems, without_effect
+from common.config.checks import problems
 from common.config.loading import build_config
 from common.config.schema import Config, SftConfig
+from common.config.without_effect import without_effect
 from common.errors import ConfigError
 from common.metrics import EvaluationMetrics
 from learner.checkpoint import best as module

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import yaml
 
-from common.config.checks import without_effect
 from common.config.loading import build_config
 from common.config.observing import WatchRule
 from common.config.schema import Config
+from common.config.without_effect import without_effect
 from common.errors import ConfigError
 from common.metrics import NEEDING, OF_EPISODES, OF_TRAINED, EvaluationMetrics, StepMetrics, judged, numbers
 from common.rollouts import Group, Sample, VersionRun
