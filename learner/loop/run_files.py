@@ -6,7 +6,6 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
@@ -15,7 +14,6 @@ from common.config.optimizer import OptimizerConfig
 from common.config.schema import BaseConfig
 from common.errors import UsageError
 from common.evaluation import dataset_names
-from common.hub import SCHEME, TOKENIZER_FILES
 from common.json_lines import EventFile
 from common.metrics import EvaluationMetrics, Metrics
 from common.process.files import FULL
@@ -24,18 +22,11 @@ from common.process.run_dir import MetricsWriter, RunDir, unwritable, write_json
 from common.run_reader import read_tail
 from learner.checkpoint.best import Best
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState, schedule_ends
-from learner.megatron.conversion.hf_folder import weights_digest
+from learner.loop.model_identity import check_same_models, identities, warn_of_files
 
 logger = logging.getLogger(__name__)
 
 KEPT_GROUPS = 8  # in RUN/quarantine, each of up to broker.max_message_bytes
-# Files of a model that a job reads, besides its weights.
-COMPANIONS = (
-    "config.json", "generation_config.json", *TOKENIZER_FILES, "merges.txt", "added_tokens.json",
-    "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
-WEIGHTS = "weights"
-COMMIT, STAMPS = "commit", "stamps"  # the hub's, and as `stamps`: neither is compared with a checkpoint's
 
 
 class LearnerRecord(msgspec.Struct, frozen=True):
@@ -88,49 +79,6 @@ def write_record(run_dir: RunDir, incarnation: int, state: str, policy_version: 
     write_json(run_dir.learner_json, record)
 
 
-def stamps(folder: Path) -> str:
-    """Identifies names, sizes and times of a folder's safetensors files; '' without any. Raises OSError."""
-    told = [
-        (file.name, stat.st_size, stat.st_mtime_ns) for file in folder.glob("*.safetensors") if (stat := file.stat())
-    ]
-    return hashlib.sha256(msgspec.json.encode(sorted(told))).hexdigest()[:16] if told else ""
-
-
-def identities(
-    named: BaseConfig, local: BaseConfig, known: dict[str, dict[str, str]] | None = None
-) -> dict[str, dict[str, str]]:
-    """By config key, digests of the models that a continued run reads again, whatever folder they are in.
-
-    `named` has the hub's names, `local` the paths of their copies. `known`: what this returned before; weights whose
-    files have the same `stamps` are not read again. Raises UsageError when a file cannot be read.
-    """
-    found: dict[str, dict[str, str]] = {}
-    both = {"model.path": (named.model.path, local.model.path)}
-    both["learner.loss.reference"] = (named.learner.reference or "", local.learner.reference or "")
-    for key, (name, path) in both.items():
-        if not path:
-            continue
-        folder = Path(path)
-        files = [file for each in COMPANIONS for file in folder.glob(each)] if key == "model.path" else []
-        try:
-            digests = {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest()[:16] for f in files}
-            before = (known or {}).get(key, {})
-            if stamp := stamps(folder):
-                digests[STAMPS] = stamp
-            if stamp and before.get(STAMPS) == stamp:
-                digests[WEIGHTS] = before[WEIGHTS]
-            else:
-                if stamp:  # minutes for many tensors on a slow file system
-                    logger.info("%s: reading parts of every tensor in %s, to know this model again", key, folder)
-                digests[WEIGHTS] = weights_digest(folder)[:16]
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{key}: {folder} cannot be read: {error}") from None
-        if name.startswith(SCHEME) and folder.parent.name == "snapshots":
-            digests[COMMIT] = folder.name
-        found[key] = digests
-    return found
-
-
 class RunFiles:
     """The run folder of one learner. Only the lead rank has one."""
 
@@ -147,7 +95,7 @@ class RunFiles:
             raise unwritable("run.dir", run_dir.path, error) from error
         self._config = config
         self._local = local
-        self._models: dict[str, dict[str, str]] = {}  # as `identities`
+        self._models: dict[str, dict[str, str]] = {}  # as model_identity.identities
         self._run_dir = run_dir
         self.evaluation = run_dir.evaluation
         # Names come from the config: the places of downloaded files say less.
@@ -186,7 +134,7 @@ class RunFiles:
         if take_over is not None:
             take_over(self.incarnation, state)
             state = self._newest(dataset_digest)  # until then a living learner may have completed a checkpoint
-        self._warn_of_files(state)
+        warn_of_files(state.models, self._models)
         for name in self.checkpoints.remove_incomplete():
             self.note("incomplete_checkpoint_removed", name=name)
         step = state.policy_version
@@ -226,33 +174,8 @@ class RunFiles:
         if state.dataset_digest != dataset_digest:
             told = ", ".join(f"{key}: {dataset}" for key, dataset in self._config.tasks.datasets.items())
             raise UsageError(f"{told} changed since {path} was written; restore it")
-        for key in self._models.keys() & state.models.keys():
-            self._check_model(key, state.models[key], f"{path}")
+        check_same_models(self._config, state.models, self._models, f"{path}")
         return state
-
-    def _check_model(self, key: str, before: dict[str, str], checkpoint: str) -> None:
-        """Raise UsageError when the folder of `key` has another model than when the checkpoint was written."""
-        now = self._models[key]
-        both = before.keys() & now.keys() | {"config.json", WEIGHTS}
-        differing = [n for n in sorted(both - {COMMIT, STAMPS}) if before.get(n) != now.get(n)]
-        if not differing:
-            return
-        name = self._config.model.path if key == "model.path" else self._config.learner.reference or ""
-        told = "; ".join(f"{n} had digest {before.get(n, 'none')} and now has {now.get(n, 'none')}" for n in differing)
-        hint = "restore it, or choose another run.dir for a run from this model"
-        if COMMIT in both and before[COMMIT] != now[COMMIT] and "@" not in name:
-            hint = f"set {key}={name.removeprefix(SCHEME)}@{before[COMMIT]} to continue with that commit"
-        raise UsageError(f"{key}: {name} is not the model that it was when {checkpoint} was written: {told}; {hint}")
-
-    def _warn_of_files(self, state: TrainerState) -> None:
-        """Warn of a model's files that only the checkpoint or only the folder has: not every copy has all of them."""
-        for key in self._models.keys() & state.models.keys():
-            before, now = (each[key].keys() - {COMMIT, STAMPS} for each in (state.models, self._models))
-            told = [f"{name} is no longer there" for name in sorted(before - now)]
-            told += [f"{name} is new" for name in sorted(now - before)]
-            if told:
-                hint = "a chat template or a tokenizer's file that comes or goes changes the prompts"
-                logger.warning("%s: files of the model since the last checkpoint: %s; %s", key, ", ".join(told), hint)
 
     def warn_of_schedule(self, step: int, rate: Callable[[int, OptimizerConfig, int], float]) -> None:
         """Warn when the learning rate of `step` is another one than before, because a schedule ends elsewhere now.
